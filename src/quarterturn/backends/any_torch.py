@@ -1,0 +1,265 @@
+"""Plain PyTorch, on every device that PyTorch runs on.
+
+| needs     | nothing but torch |
+| provides  | every op, format, rule, recipe, dtype and size; W4A4 and W4A16, bias, transforms on both sides |
+| does not  | fuse: each step passes over memory, so it is the slowest way |
+| run on    | CPU (x86-64), NVIDIA H200 |
+
+z is computed in float64 and rounded to fp32, as the specification says it, so its bits do not depend on the order of a
+library's sums in any but about one case in 2^29. A row's bits do not depend on the batch.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ..formats import E4M3_MAX, E8M0_BIAS, E8M0_NAN, INV6
+from ..layouts import get_layout, pack_nibbles
+from ..tensor import FP4Tensor, decode_block_scale, decode_codes
+from .compose import epilogue
+
+if TYPE_CHECKING:
+    from . import Blocks, Problem, Quantizer, Weight
+
+NAME = "any_torch"
+CHUNK = 1 << 18
+"""Elements of x that are quantized at a time: the fp32 intermediates of one chunk stay in a core's cache."""
+SCRATCH = 1 << 22
+"""Weights that are decoded at a time when they are kept packed: 16 MB of fp32."""
+
+
+def missing(device: torch.device, capability: tuple[int, int] | None = None) -> list[str]:
+    """Nothing: torch is what the library is made of."""
+    return []
+
+
+def refuses(problem: Problem) -> list[str]:
+    """Nothing that `ops` lets through."""
+    return []
+
+
+def prepare(weight: FP4Tensor, mode: str) -> Tensor | None:
+    """bf16 values (N, K), e2m1 * block_scale, exact; None for mode 'packed'."""
+    return weight.values(torch.bfloat16) if mode == "decoded" else None
+
+
+def rotate(x: Tensor, blocks: Blocks, out_dtype: torch.dtype) -> Tensor:
+    """x (M, K) @ V per block in float64, rounded to fp32, then to out_dtype."""
+    out = torch.empty(x.shape, dtype=out_dtype, device=x.device)
+    block = _block(blocks)
+    for rows in _chunks(x):
+        out[rows] = _rotated(x[rows], block)
+    return out
+
+
+def rotate_quantize(
+    x: Tensor, blocks: Blocks | None, quantizer: Quantizer, scale_layout: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """x (M, K) -> packed codes (M, K/2), block scales in the layout, tensor scale (1,) or (M,)."""
+    m, k = x.shape
+    fmt = quantizer.format
+    codes = torch.empty(fmt.codes_shape(m, k), dtype=torch.uint8, device=x.device)
+    scale = torch.empty(fmt.scale_shape(m, k), dtype=torch.uint8, device=x.device)
+    block = None if blocks is None else _block(blocks)
+    tensor_scales = []
+    for rows in _chunks(x):
+        z = _rotated(x[rows], block)
+        encode, tensor_scale = _encode(z, quantizer)
+        tensor_scales.append(tensor_scale)
+        scaled, scale[rows], _ = _scaled(z, quantizer, encode, tensor_scale)
+        codes[rows] = _codes(scaled).view(-1, k // 2)
+    stored = get_layout(scale_layout).forward(scale) if scale_layout != "linear" else scale
+    return codes, stored.view(fmt.scale_dtype), _tensor_scale(tensor_scales, x, quantizer)
+
+
+def rotate_quantize_dequantize(
+    x: Tensor, blocks: Blocks | None, quantizer: Quantizer, out_dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """x (M, K) -> e2m1 * block_scale (M, K) of out_dtype, exact, and the tensor scale (1,) or (M,)."""
+    out = torch.empty(x.shape, dtype=out_dtype, device=x.device)
+    block = None if blocks is None else _block(blocks)
+    tensor_scales = []
+    for rows in _chunks(x):
+        z = _rotated(x[rows], block)
+        encode, tensor_scale = _encode(z, quantizer)
+        tensor_scales.append(tensor_scale)
+        scaled, _, scale = _scaled(z, quantizer, encode, tensor_scale)
+        out[rows] = (_rounded(scaled) * scale.unsqueeze(-1)).view(z.shape)
+    return out, _tensor_scale(tensor_scales, x, quantizer)
+
+
+def matmul(
+    x: Tensor,
+    x_block_scale: Tensor | None,
+    x_tensor_scale: Tensor | None,
+    weight: Weight,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """(M, K) x (N, K)^T -> (M, N); packed weights are decoded slice by slice, never as a whole."""
+    if x_block_scale is not None:
+        x = decode_codes(x, decode_block_scale(x_block_scale, weight.format), weight.format.group_size, torch.float32)
+    n, k = weight.data.shape[0], x.shape[1]
+    acc = torch.empty(x.shape[0], n, dtype=torch.float32, device=x.device)
+    dtype = product_dtype(x, weight)
+    x = x.to(dtype)
+    step = n if weight.block_scale is None else max(1, min(n, SCRATCH // max(k, 1)))
+    with _no_tf32(x):
+        for start in range(0, n, step):
+            rows = slice(start, start + step)
+            _product(x, _values(weight, rows, dtype), acc[:, rows])
+    return epilogue(acc, x_tensor_scale, weight, bias, out_dtype)
+
+
+def product_dtype(x: Tensor, weight: Weight) -> torch.dtype:
+    """The dtype of the operands of a product: exact for the operands, and the fastest the device has for it.
+
+    On CPUs bf16 products round their sums to bf16, and without bf16 instructions they are slower than fp32 besides, so
+    fp32 it is there. On GPUs bf16 and fp16 products keep their sums in fp32.
+    """
+    if x.device.type != "cuda" or x.dtype == torch.float32:
+        return torch.float32
+    if x.dtype == torch.float16 and not weight.format.has_tensor_scale:
+        return torch.float32
+    return x.dtype
+
+
+def _values(weight: Weight, rows: slice, dtype: torch.dtype) -> Tensor:
+    data = weight.data[rows]
+    if weight.block_scale is None:
+        return data.to(dtype)
+    scale = decode_block_scale(weight.block_scale[rows], weight.format)
+    return decode_codes(data, scale, weight.format.group_size, dtype)
+
+
+def _product(x: Tensor, values: Tensor, out: Tensor) -> None:
+    if x.dtype == torch.float32:
+        out.copy_(x @ values.T)
+    else:
+        out.copy_(torch.mm(x, values.T, out_dtype=torch.float32))
+
+
+def _no_tf32(x: Tensor) -> AbstractContextManager[object]:
+    """fp32 products stay fp32 on a GPU, whatever the process has set."""
+    return _Fp32Products() if x.is_cuda and x.dtype == torch.float32 else nullcontext()
+
+
+class _Fp32Products:
+    """Switches TF32 off for its body."""
+
+    def __enter__(self) -> None:
+        self.before = torch.backends.cuda.matmul.allow_tf32
+        torch.backends.cuda.matmul.allow_tf32 = False
+
+    def __exit__(self, *exc: object) -> None:
+        torch.backends.cuda.matmul.allow_tf32 = self.before
+
+
+def _chunks(x: Tensor) -> list[slice]:
+    step = max(1, CHUNK // max(x.shape[1], 1)) if x.device.type == "cpu" else max(1, x.shape[0])
+    return [slice(start, start + step) for start in range(0, x.shape[0], step)]
+
+
+def _block(blocks: Blocks) -> Tensor:
+    matrix = blocks.matrix.double()
+    return (matrix.T if blocks.transpose else matrix) * torch.tensor(blocks.factor, dtype=torch.float32).double()
+
+
+def _rotated(x: Tensor, block: Tensor | None) -> Tensor:
+    """z, fp32 (m, K), of a chunk of rows."""
+    if block is None:
+        return x.float()
+    blocks = x.double().reshape(-1, block.shape[0])
+    return (blocks @ block).float().view(x.shape)
+
+
+def _encode(z: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor]:
+    """encode and tensor scale, each (1, 1) or (m, 1), of a chunk of rows."""
+    if not quantizer.format.has_tensor_scale:
+        one = torch.ones(1, 1, device=z.device)
+        return one, one
+    if quantizer.recipe == "token":
+        amax = z.abs().amax(1, keepdim=True) if z.shape[1] else z.sum(1, keepdim=True)
+        encode = torch.full_like(amax, 2688.0) / amax
+        encode = torch.where(encode.isfinite(), encode, 1.0)
+    elif quantizer.recipe == "qutlass":
+        encode = torch.full((1, 1), 6.0, device=z.device)
+    else:
+        assert quantizer.encode_scale is not None
+        encode = quantizer.encode_scale.view(1, 1)
+    return encode, encode.reciprocal()
+
+
+def _tensor_scale(parts: list[Tensor], x: Tensor, quantizer: Quantizer) -> Tensor:
+    if quantizer.recipe == "token" and quantizer.format.has_tensor_scale:
+        return torch.cat(parts).view(-1) if parts else torch.empty(0, device=x.device)
+    return _encode(x[:0].float(), quantizer)[1].view(1)
+
+
+def _scaled(z: Tensor, quantizer: Quantizer, encode: Tensor, tensor_scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """z (m, K) -> values to round (m, G, g), scale bytes (m, G), decoded scales fp32 (m, G)."""
+    fmt = quantizer.format
+    groups = z.view(z.shape[0], -1, fmt.group_size)
+    amax = groups.abs().amax(-1)
+    if fmt.has_tensor_scale:
+        # A NaN or Inf in the group makes the scale NaN here: clamp keeps NaN, and Inf is made NaN before it.
+        ideal = (encode * (amax * INV6)).masked_fill_(~amax.isfinite(), float("nan"))
+        stored = ideal.clamp_(max=E4M3_MAX).to(torch.float8_e4m3fn)
+        scale = stored.float()
+        reciprocal = (scale * tensor_scale).reciprocal_().clamp_(max=torch.finfo(torch.float32).max)
+        reciprocal.masked_fill_(scale == 0, 0.0)
+        scaled = groups * reciprocal.unsqueeze(-1)
+        empty = ~(scale > 0)
+        byte = stored.view(torch.uint8)
+    else:
+        byte = _e8m0(amax, quantizer.rule)
+        scale = decode_block_scale(byte, fmt)
+        # 2^-e of the largest e is subnormal but exact, and z * 2^-e never loses a bit that rounding would see.
+        scaled = (groups.double() / scale.double().unsqueeze(-1)).float()
+        empty = ~(amax > 0) | (byte == E8M0_NAN)
+    return scaled.masked_fill_(empty.unsqueeze(-1), 0.0), byte, scale
+
+
+def _e8m0(amax: Tensor, rule: str) -> Tensor:
+    """Scale bytes of fp32 group maxima; byte 255 for those that are not finite, 0 for zero."""
+    finite = amax.isfinite()
+    mantissa, exponent = torch.frexp(torch.where(finite, amax, 1.0).double())  # amax = mantissa * 2^exponent, in [.5, 1)
+    floor_log2 = exponent - 1
+    if rule == "even":
+        power = floor_log2 + (mantissa >= 0.875) - 2
+    elif rule == "floor":
+        power = floor_log2 - 2
+    elif rule == "ceil":
+        power = floor_log2 + (mantissa > 0.5) - 2
+    else:  # rceil: 6 * 2^e >= amax, and 6 = .75 * 2^3
+        power = exponent - 3 + (mantissa > 0.75)
+    byte = (power.clamp(-E8M0_BIAS, 127) + E8M0_BIAS).masked_fill_(amax == 0, 0).masked_fill_(~finite, E8M0_NAN)
+    return byte.to(torch.uint8)
+
+
+def _steps(scaled: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """|v| in three saturating ramps (0..2, 2..4, 4..6), each rounded half to even in its own step: 0.5, 1, 2.
+
+    The number of steps in each (0..4, 0..2, 0..1) adds up to the code's magnitude, and a tie goes to the even code
+    since each ramp begins at an even code.
+    """
+    a = scaled.abs()
+    first = a.clamp(max=2).mul_(2).round_()
+    second = (a - 2).clamp_(0, 2).round_()
+    third = a.sub_(4).clamp_(0, 2).mul_(0.5).round_()
+    return first, second, third
+
+
+def _codes(scaled: Tensor) -> Tensor:
+    first, second, third = _steps(scaled)
+    magnitude = first.add_(second).add_(third).to(torch.uint8)
+    return pack_nibbles(magnitude | torch.signbit(scaled).to(torch.uint8) << 3)
+
+
+def _rounded(scaled: Tensor) -> Tensor:
+    first, second, third = _steps(scaled)
+    return first.mul_(0.5).add_(second).add_(third, alpha=2).copysign_(scaled)

@@ -1,0 +1,58 @@
+"""A whole layer out of a backend's parts, where it does not fuse them, and the end of every product."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from . import Backend, Blocks, Quantizer, Weight
+
+
+def linear(
+    backend: Backend,
+    x: Tensor,
+    weight: Weight,
+    bias: Tensor | None,
+    input_blocks: Blocks | None,
+    output_blocks: Blocks | None,
+    quantizer: Quantizer | None,
+) -> Tensor:
+    """Rotate, quantize, multiply, turn the output: x (M, K) -> (M, N) of x.dtype. No quantizer means W4A16.
+
+    A backend that has a `linear` of its own, with these arguments less the first, is asked instead.
+    """
+    fused = getattr(backend, "linear", None)
+    if fused is not None:
+        result: Tensor = fused(x, weight, bias, input_blocks, output_blocks, quantizer)
+        return result
+    # The output transform takes the product in fp32, so that the result is rounded once.
+    product_dtype = x.dtype if output_blocks is None else torch.float32
+    operand, tensor_scale = x, None
+    if quantizer is not None:
+        # MXFP4 values can overflow fp16; NVFP4 values are exact in every float dtype.
+        values_dtype = torch.float32 if x.dtype == torch.float16 and not quantizer.format.has_tensor_scale else x.dtype
+        operand, tensor_scale = backend.rotate_quantize_dequantize(x, input_blocks, quantizer, values_dtype)
+    elif input_blocks is not None:
+        operand = backend.rotate(x, input_blocks, x.dtype)
+    y = backend.matmul(operand, None, tensor_scale, weight, bias, product_dtype)
+    return y if output_blocks is None else backend.rotate(y, output_blocks, x.dtype)
+
+
+def epilogue(
+    acc: Tensor, x_tensor_scale: Tensor | None, weight: Weight, bias: Tensor | None, out_dtype: torch.dtype
+) -> Tensor:
+    """acc fp32 (M, N), overwritten -> (acc * (x.tensor_scale * w.tensor_scale) + bias) of out_dtype, one rounding."""
+    if weight.format.has_tensor_scale or x_tensor_scale is not None:
+        alpha = weight.tensor_scale
+        if len(weight.output_sizes) > 1:
+            sizes = torch.tensor(weight.output_sizes, device=alpha.device)
+            alpha = alpha.repeat_interleave(sizes, output_size=acc.shape[1])
+        if x_tensor_scale is not None:
+            alpha = alpha * x_tensor_scale.view(-1, 1)
+        acc.mul_(alpha)
+    if bias is not None:
+        acc.add_(bias)
+    return acc.to(out_dtype)

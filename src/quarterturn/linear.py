@@ -1,0 +1,274 @@
+"""FP4Linear: buffers, and one op call in forward.
+
+y = (x V) W'^T * scales + b', turned by U where there is an output transform. The buffers are what a checkpoint holds
+(codes, block scales, encode scales) and what is derived from them (tensor scales, transform matrices in fp32, decoded
+values); the derived ones are never saved and are made again whenever the others change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import ops
+from .backends import Problem, Selection, get_backend, select
+from .errors import refusal
+from .formats import E8M0_RULES, RECIPES, FP4Format, get_format
+from .tensor import FP4Tensor
+from .transforms import Transform
+
+ACTIVATIONS = ("fp4", "bf16")
+WEIGHTS = ("auto", "packed", "decoded")
+STORED = ("codes", "block_scale", "encode_scale", "input_encode_scale")
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What ran, or would run: the layer, the backend's name, the arithmetic, why, and what speaks against the others."""
+
+    layer: str
+    backend: str
+    arithmetic: str
+    reason: str
+    rejected: dict[str, list[str]]
+
+
+class FP4Linear(nn.Module):
+    """A linear layer with 4-bit float weights behind optional block-diagonal transforms. Inference only.
+
+    x (..., in_features) bf16, fp16 or fp32 -> (..., out_features) of x.dtype.
+    activations: 'fp4' quantizes x to `format` (W4A4); 'bf16' leaves it as it is (W4A16).
+    output_sizes: row counts of the parts of a fused layer, each with a tensor scale of its own; default one part.
+    backend: 'auto', or a name of backends.BACKENDS, which is then run or refused.
+    weights: 'packed' keeps 4.5 bits a value, 'decoded' keeps bf16 values beside them; 'auto' leaves it to the backend.
+    Buffers: codes uint8 (N, K/2), block_scale (N, K/group), encode_scale fp32 (P,), input_encode_scale fp32 (1,); a
+    parameter bias (N,). Raises Refusal for sizes that do not fit.
+    """
+
+    codes: Tensor
+    block_scale: Tensor
+    encode_scale: Tensor | None
+    input_encode_scale: Tensor | None
+    tensor_scale: Tensor | None
+    values: Tensor | None
+    input_matrix: Tensor | None
+    output_matrix: Tensor | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        format: str | FP4Format,
+        activations: str = "fp4",
+        bias: bool = False,
+        input_transform: Transform | None = None,
+        output_transform: Transform | None = None,
+        rule: str = "even",
+        recipe: str = "checkpoint",
+        output_sizes: tuple[int, ...] | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        backend: str = "auto",
+        weights: str = "auto",
+        name: str = "",
+    ) -> None:
+        super().__init__()
+        fmt = get_format(format)
+        self.name = name
+        self.in_features, self.out_features = in_features, out_features
+        self.format, self.activations, self.rule, self.recipe = fmt, activations, rule, recipe
+        self.input_transform, self.output_transform = input_transform, output_transform
+        self.output_sizes = tuple(output_sizes or (out_features,))
+        self.requested_backend, self.weights = backend, weights
+        self._check_arguments()
+        if backend != "auto":
+            get_backend(backend)
+        parts = len(self.output_sizes)
+        self.register_buffer("codes", torch.empty(fmt.codes_shape(out_features, in_features), dtype=torch.uint8,
+                                                  device=device))  # fmt: skip
+        self.register_buffer("block_scale", torch.empty(fmt.scale_shape(out_features, in_features),
+                                                        dtype=fmt.scale_dtype, device=device))  # fmt: skip
+        scaled = fmt.has_tensor_scale
+        one_scale = scaled and activations == "fp4" and recipe == "checkpoint"
+        encode = torch.ones(parts, dtype=torch.float32, device=device) if scaled else None
+        input_encode = torch.ones(1, dtype=torch.float32, device=device) if one_scale else None
+        self.register_buffer("encode_scale", encode)
+        self.register_buffer("input_encode_scale", input_encode)
+        self.bias = nn.Parameter(torch.empty(out_features, device=device, dtype=dtype), False) if bias else None
+        for derived in ("tensor_scale", "values", "input_matrix", "output_matrix"):
+            self.register_buffer(derived, None, persistent=False)
+        self._derived_from: tuple[Any, ...] | None = None
+        self._backend_name: str | None = None
+        self.register_load_state_dict_post_hook(lambda module, _: module.refresh())
+
+    @classmethod
+    def from_tensor(
+        cls,
+        weight: FP4Tensor,
+        *,
+        bias: Tensor | None = None,
+        input_encode_scale: Tensor | float | None = None,
+        **options: Any,
+    ) -> FP4Linear:
+        """A layer that holds this weight (not a copy), bias (N,) and input encode scale; options as in __init__."""
+        n, k = weight.shape
+        layer = cls(k, n, format=weight.format, bias=bias is not None, output_sizes=weight.output_sizes,
+                    device="meta", **options)  # fmt: skip
+        layer.codes, layer.block_scale = weight.codes, weight.linear_block_scale()
+        if layer.encode_scale is not None:
+            stored = weight.encode_scale
+            layer.encode_scale = weight.tensor_scale.reciprocal() if stored is None else stored
+        if layer.input_encode_scale is not None:
+            if input_encode_scale is None:
+                raise refusal("fp4_linear", "W4A4 with the recipe 'checkpoint' needs an input scale.", layer=layer.name,
+                              needs=[("input_encode_scale", "none")],
+                              do="pass it, or take recipe='token' or activations='bf16'")  # fmt: skip
+            scale = torch.as_tensor(input_encode_scale, dtype=torch.float32, device=weight.device)
+            layer.input_encode_scale = scale.reshape(1)
+        if bias is not None:
+            layer.bias = nn.Parameter(bias.detach(), False)
+        return layer.refresh()
+
+    def weight_tensor(self) -> FP4Tensor:
+        """The weight as an FP4Tensor that shares this layer's memory."""
+        return FP4Tensor.from_encode(self.codes, self.block_scale, self.encode_scale, self.format, self.output_sizes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (..., in_features) -> (..., out_features) of x.dtype. Raises Refusal for other shapes and dtypes."""
+        if not torch.compiler.is_compiling() and self._derived_from != self._stamp():
+            self.refresh()
+        first, last = self.input_transform, self.output_transform
+        packed = self.values is None
+        return torch.ops.quarterturn.fp4_linear(
+            x,
+            self.codes if packed else self.values,
+            self.block_scale if packed else None,
+            self.tensor_scale,
+            self.output_sizes,
+            self.bias,
+            self.format.name,
+            self.input_matrix,
+            first.factor if first else 1.0,
+            first.transpose if first else False,
+            self.output_matrix,
+            last.factor if last else 1.0,
+            last.transpose if last else False,
+            self.activations == "fp4",
+            self.input_encode_scale,
+            self.recipe,
+            self.rule,
+            self._backend_name,
+        )
+
+    def refresh(self) -> FP4Linear:
+        """Make the derived buffers again from the stored ones; forward does it by itself where they changed.
+
+        Call it after writing to the buffers of a model that is already compiled. Does nothing on the meta device.
+        """
+        device = self.codes.device
+        if device.type == "meta":
+            return self
+        selection = self._select(self.bias.dtype if self.bias is not None else torch.bfloat16)
+        self._backend_name = selection.name
+        weight = self.weight_tensor()
+        self.tensor_scale = weight.tensor_scale
+        self.values = selection.backend.prepare(weight, self.weights)
+        self.input_matrix = _device_matrix(self.input_transform, device)
+        self.output_matrix = _device_matrix(self.output_transform, device)
+        self._derived_from = self._stamp()
+        return self
+
+    def explain(self, dtype: torch.dtype = torch.bfloat16) -> Explanation:
+        """What runs this layer for inputs of a dtype, and why. Raises BackendRefusal where nothing does."""
+        selection = self._select(dtype)
+        width = "W4A4" if self.activations == "fp4" else "W4A16"
+        parts = [f"{width} {self.format.name}"]
+        if self.input_transform is not None:
+            parts.append(f"input transform {self.input_transform.size}")
+        if self.output_transform is not None:
+            parts.append(f"output transform {self.output_transform.size}")
+        if self.activations == "fp4" and self.recipe != "checkpoint":
+            parts.append(f"recipe {self.recipe}")
+        return Explanation(self.name, selection.name, ", ".join(parts), selection.reason, selection.rejected)
+
+    def problem(self, dtype: torch.dtype) -> Problem:
+        """What this layer asks of a backend."""
+        first, last = self.input_transform, self.output_transform
+        return Problem(
+            self.format,
+            self.activations,
+            dtype,
+            self.out_features,
+            self.in_features,
+            first.size if first else None,
+            last.size if last else None,
+            self.bias is not None,
+            self.rule,
+            self.recipe,
+        )
+
+    def extra_repr(self) -> str:
+        text = f"in_features={self.in_features}, out_features={self.out_features}, format={self.format.name}"
+        text += f", activations={self.activations}, bias={self.bias is not None}"
+        for side, transform in (("input", self.input_transform), ("output", self.output_transform)):
+            text += f", {side}_transform={transform}" if transform else ""
+        return text
+
+    def _select(self, dtype: torch.dtype) -> Selection:
+        return select(self.problem(dtype), self.codes.device, self.requested_backend, layer=self.name or None)
+
+    def _check_arguments(self) -> None:
+        group, k, n = self.format.group_size, self.in_features, self.out_features
+        needs = []
+        if k % group:
+            needs.append((f"in_features a multiple of the group size {group}", str(k)))
+        for side, transform, size in (("input", self.input_transform, k), ("output", self.output_transform, n)):
+            if transform is not None and size % transform.size:
+                needs.append((f"{side} size a multiple of its transform's {transform.size}", str(size)))
+        if sum(self.output_sizes) != n:
+            needs.append((f"output_sizes that sum to {n}", str(self.output_sizes)))
+        for word, value, known in (
+            ("activations", self.activations, ACTIVATIONS),
+            ("recipe", self.recipe, RECIPES),
+            ("rule", self.rule, E8M0_RULES),
+            ("weights", self.weights, WEIGHTS),
+        ):
+            if value not in known:
+                needs.append((f"{word} one of {', '.join(known)}", repr(value)))
+        if needs:
+            raise refusal("fp4_linear", "this layer cannot be built.", layer=self.name or None, needs=needs,
+                          do="change the named argument")  # fmt: skip
+
+    def _stamp(self) -> tuple[Any, ...]:
+        stored = (self.codes, self.block_scale, self.encode_scale)
+        # An in-place write raises a tensor's version; tensors made in inference mode keep none.
+        return tuple((id(t), t.is_inference() or t._version) for t in stored if t is not None)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FP4Linear:
+        """`.to`, `.half` and the like: devices change, the dtypes of codes and scales never do."""
+
+        def keep_dtype(t: Tensor) -> Tensor:
+            moved = fn(t)
+            return moved if moved.dtype == t.dtype else t.to(moved.device)
+
+        bias, self._parameters["bias"] = self._parameters["bias"], None
+        try:
+            super()._apply(keep_dtype, recurse)
+        finally:
+            self._parameters["bias"] = bias
+        if bias is not None:
+            self.bias = nn.Parameter(fn(bias.detach()), False)
+        return self.refresh()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Addresses mean nothing in another process, so what is derived is made again there.
+        return {**self.__dict__, "_derived_from": None}
+
+
+def _device_matrix(transform: Transform | None, device: torch.device) -> Tensor | None:
+    return None if transform is None else transform.matrix.to(device=device, dtype=torch.float32)

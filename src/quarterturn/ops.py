@@ -1,0 +1,577 @@
+"""The operators: `torch.library` schemas, argument checks, fakes. Nothing is computed here.
+
+| operator                    | equation                                                                       |
+|---|---|
+| rotate                      | z = x @ V per block of R                                                       |
+| rotate_quantize             | z -> packed E2M1 codes, block scales (linear or blocked), tensor scale         |
+| rotate_quantize_dequantize  | z -> e2m1 * block_scale, and the tensor scale beside it                        |
+| swizzle_scales, unswizzle_scales | row-major scales <-> the 128x4 layout                                     |
+| fp4_matmul                  | y = (x * x_tensor_scale) @ w^T + bias, x and w values or packed codes          |
+| fp4_linear                  | all of it: what FP4Linear calls                                                |
+
+x is (..., K), bf16, fp16 or fp32, last dimension of any stride; results are new and contiguous. Inference only: an
+input that asks for gradients is refused. Every Python function here checks its arguments and calls the operator
+`torch.ops.quarterturn.<name>`, which `torch.compile` and CUDA graphs take whole.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .backends import Backend, Blocks, Quantizer, Weight, compose, default_backend, get_backend
+from .errors import refusal
+from .formats import E8M0_RULES, RECIPES, FP4Format, get_format
+from .layouts import BLOCKED_128x4, get_layout
+from .tensor import FP4Tensor
+
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+
+_library = torch.library.Library("quarterturn", "DEF")
+_QUANTIZE = (
+    "(Tensor x, Tensor? matrix, float factor, bool transpose, str format, Tensor? encode_scale, str recipe, str rule, "
+)
+_library.define(
+    "rotate(Tensor x, Tensor matrix, float factor, bool transpose, ScalarType out_dtype, str backend) -> Tensor"
+)
+_library.define(f"rotate_quantize{_QUANTIZE}str scale_layout, str backend) -> (Tensor, Tensor, Tensor)")
+_library.define(f"rotate_quantize_dequantize{_QUANTIZE}ScalarType out_dtype, str backend) -> (Tensor, Tensor)")
+_library.define("swizzle_scales(Tensor scales) -> Tensor")
+_library.define("unswizzle_scales(Tensor stored, SymInt rows, SymInt cols) -> Tensor")
+_WEIGHT = "Tensor weight, Tensor? block_scale, Tensor tensor_scale, SymInt[] output_sizes, Tensor? bias, str format, "
+_library.define(
+    f"fp4_matmul(Tensor x, Tensor? x_block_scale, Tensor? x_tensor_scale, {_WEIGHT}ScalarType out_dtype, "
+    "str backend) -> Tensor"
+)
+_library.define(
+    f"fp4_linear(Tensor x, {_WEIGHT}Tensor? input_matrix, float input_factor, bool input_transpose, "
+    "Tensor? output_matrix, float output_factor, bool output_transpose, bool quantize, Tensor? encode_scale, "
+    "str recipe, str rule, str backend) -> Tensor"
+)
+
+
+def rotate(
+    x: Tensor,
+    matrix: Tensor,
+    factor: float = 1.0,
+    transpose: bool = False,
+    *,
+    out_dtype: torch.dtype | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """x (..., K) -> x @ V for every block of R along K, V = factor * matrix (or its transpose).
+
+    matrix: (R, R), rounded to fp32; R divides K. Accurate to fp32, rounded once to out_dtype (default x.dtype).
+    Raises Refusal for other dtypes and shapes, and where x asks for gradients. Source: NUMERICS section 2 and 3.
+    """
+    return torch.ops.quarterturn.rotate(x, matrix, factor, transpose, out_dtype or x.dtype, backend)
+
+
+def rotate_quantize(
+    x: Tensor,
+    matrix: Tensor | None = None,
+    factor: float = 1.0,
+    transpose: bool = False,
+    *,
+    format: str | FP4Format,
+    encode_scale: Tensor | float | None = None,
+    recipe: str = "checkpoint",
+    rule: str = "even",
+    scale_layout: str = "linear",
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor, Tensor]:
+    """x (..., K) -> codes uint8 (..., K/2), block scales, tensor scale fp32 ((1,), or (M,) for recipe 'token').
+
+    encode_scale: fp32, one element, finite and positive; needed by NVFP4's recipe 'checkpoint', unused elsewhere.
+    Block scales are E4M3 (NVFP4) or E8M0 as uint8 (MXFP4), (..., K/group_size) for scale_layout 'linear'; 'blocked' is
+    the 128x4 layout of the (M, K) matrix that x is when its leading dimensions are merged, padding bytes zero.
+    rule: how MXFP4 makes a power of two of a group's amax. Raises Refusal for what does not fit.
+    """
+    scale = _encode_tensor(encode_scale, x)
+    name = get_format(format).name
+    return torch.ops.quarterturn.rotate_quantize(
+        x, matrix, factor, transpose, name, scale, recipe, rule, scale_layout, backend
+    )
+
+
+def rotate_quantize_dequantize(
+    x: Tensor,
+    matrix: Tensor | None = None,
+    factor: float = 1.0,
+    transpose: bool = False,
+    *,
+    format: str | FP4Format,
+    encode_scale: Tensor | float | None = None,
+    recipe: str = "checkpoint",
+    rule: str = "even",
+    out_dtype: torch.dtype | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """As rotate_quantize, but -> e2m1 * block_scale (..., K) of out_dtype (default x.dtype), and the tensor scale.
+
+    Exact in fp32 and bf16, NVFP4 also in fp16; MXFP4 in fp16 can overflow and is refused.
+    """
+    scale = _encode_tensor(encode_scale, x)
+    name = get_format(format).name
+    return torch.ops.quarterturn.rotate_quantize_dequantize(
+        x, matrix, factor, transpose, name, scale, recipe, rule, out_dtype or x.dtype, backend
+    )
+
+
+def swizzle_scales(scales: Tensor) -> Tensor:
+    """Block scales (rows, cols), one byte each -> the 128x4 layout, rows padded to 128 and cols to 4 with zeros."""
+    return torch.ops.quarterturn.swizzle_scales(scales)
+
+
+def unswizzle_scales(stored: Tensor, rows: int, cols: int) -> Tensor:
+    """The inverse of swizzle_scales for a matrix that had (rows, cols) before padding."""
+    return torch.ops.quarterturn.unswizzle_scales(stored, rows, cols)
+
+
+def fp4_matmul(
+    x: Tensor,
+    x_tensor_scale: Tensor | None = None,
+    *,
+    weight: FP4Tensor,
+    x_block_scale: Tensor | None = None,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """x (..., K) times weight (N, K) -> (..., N): fp32 accumulation, tensor scales and bias in fp32, one rounding.
+
+    x: values as they are (W4A16), quantize-dequantize values with their x_tensor_scale (W4A4), or packed codes (uint8)
+    with linear x_block_scale and x_tensor_scale (W4A4; out_dtype then defaults to bf16).
+    x_tensor_scale: fp32, one element or one per row. bias: (N,). Raises Refusal for what does not fit.
+    """
+    dtype = out_dtype or (torch.bfloat16 if x.dtype == torch.uint8 else x.dtype)
+    return torch.ops.quarterturn.fp4_matmul(
+        x,
+        x_block_scale,
+        x_tensor_scale,
+        weight.codes,
+        weight.linear_block_scale(),
+        weight.tensor_scale,
+        list(weight.output_sizes),
+        bias,
+        weight.format.name,
+        dtype,
+        backend,
+    )
+
+
+# --- checks -----------------------------------------------------------------------------------------------------------
+
+
+def _encode_tensor(encode_scale: Tensor | float | None, x: Tensor) -> Tensor | None:
+    if encode_scale is None or isinstance(encode_scale, Tensor):
+        return encode_scale
+    return torch.tensor([encode_scale], dtype=torch.float32, device=x.device)
+
+
+def _check_x(op: str, x: Tensor, *others: Tensor | None) -> None:
+    if x.dtype not in FLOATS:
+        raise refusal(op, "x has a dtype that is not run.", needs=[("bfloat16, float16 or float32", str(x.dtype))],
+                      do="convert x")  # fmt: skip
+    _check_rest(op, x, *others)
+
+
+def _check_rest(op: str, x: Tensor, *others: Tensor | None) -> None:
+    if x.dim() == 0:
+        raise refusal(op, "x is a scalar.", needs=[("x (..., K)", "0 dimensions")], do="pass at least a vector")
+    tensors = (x, *(t for t in others if t is not None))
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+        raise refusal(op, "gradients were asked for, and this is for inference only.",
+                      needs=[("no input that requires grad", "one that does")],
+                      do="call it under torch.no_grad() or torch.inference_mode()")  # fmt: skip
+    elsewhere = [t for t in tensors if t.device != x.device]
+    if elsewhere:
+        raise refusal(op, "the inputs lie on different devices.",
+                      needs=[(f"all on {x.device}, as x", str(elsewhere[0].device))],
+                      do="move them to one device")  # fmt: skip
+
+
+def _check_blocks(op: str, k: int, matrix: Tensor | None) -> None:
+    if matrix is None:
+        return
+    if matrix.dim() != 2 or matrix.shape[0] != matrix.shape[1] or not matrix.dtype.is_floating_point:
+        raise refusal(op, "the matrix is not square.",
+                      needs=[("a floating-point (R, R)", f"{matrix.dtype} {tuple(matrix.shape)}")],
+                      do="pass one block; it is used for all")  # fmt: skip
+    if k % matrix.shape[0]:
+        raise refusal(op, "the blocks do not divide the last dimension.",
+                      needs=[(f"K a multiple of R = {matrix.shape[0]}", f"K = {k}")],
+                      do="take a transform size that divides K")  # fmt: skip
+
+
+def _check_quantizer(op: str, k: int, fmt: FP4Format, encode_scale: Tensor | None, recipe: str, rule: str) -> None:
+    if k % fmt.group_size:
+        raise refusal(op, "K is not whole groups.",
+                      needs=[(f"K a multiple of {fmt.group_size} ({fmt.name})", f"K = {k}")],
+                      do="pad the layer to whole groups")  # fmt: skip
+    for word, value, known in (("recipe", recipe, RECIPES), ("E8M0 rule", rule, E8M0_RULES)):
+        if value not in known:
+            raise refusal(op, f"there is no such {word}.", needs=[(f"one of {', '.join(known)}", repr(value))],
+                          do="name one of them")  # fmt: skip
+    if not fmt.has_tensor_scale or recipe != "checkpoint":
+        return
+    if encode_scale is None:
+        raise refusal(op, "the recipe 'checkpoint' needs a scale.", needs=[("encode_scale", "none")],
+                      do="pass the file's input scale, or take recipe='token'")  # fmt: skip
+    if encode_scale.dtype != torch.float32 or encode_scale.numel() != 1:
+        found = f"{encode_scale.dtype}, {encode_scale.numel()} elements"
+        raise refusal(op, "encode_scale does not fit.", needs=[("float32, one element", found)],
+                      do="pass the one number that the file stores")  # fmt: skip
+
+
+def _check_weight(
+    op: str,
+    k: int,
+    weight: Tensor,
+    block_scale: Tensor | None,
+    tensor_scale: Tensor,
+    sizes: list[int],
+    bias: Tensor | None,
+    fmt: FP4Format,
+) -> None:
+    n = weight.shape[0]
+    packed = block_scale is not None
+    needs = []
+    expected = (n, k // 2 if packed else k)
+    if tuple(weight.shape) != expected or (weight.dtype == torch.uint8) != packed:
+        needs.append((f"weight {expected} for K = {k}", f"{weight.dtype} {tuple(weight.shape)}"))
+    if block_scale is not None and tuple(block_scale.shape) != fmt.scale_shape(n, k):
+        needs.append((f"block_scale {fmt.scale_shape(n, k)}", str(tuple(block_scale.shape))))
+    if tensor_scale.numel() != len(sizes) or sum(sizes) != n:
+        found = f"{tensor_scale.numel()} scales for ranges {list(sizes)}"
+        needs.append((f"one tensor scale per output range, ranges that sum to {n}", found))
+    if bias is not None and tuple(bias.shape) != (n,):
+        needs.append((f"bias ({n},)", str(tuple(bias.shape))))
+    if needs:
+        raise refusal(op, "the weight does not fit.", needs=needs, do="check the layer's sizes")
+
+
+def _check_out_dtype(op: str, out_dtype: torch.dtype, fmt: FP4Format | None = None) -> None:
+    if out_dtype not in FLOATS:
+        raise refusal(op, "out_dtype is not run.", needs=[("bfloat16, float16 or float32", str(out_dtype))],
+                      do="choose one of them")  # fmt: skip
+    if fmt is not None and not fmt.has_tensor_scale and out_dtype == torch.float16:
+        raise refusal(op, "MXFP4 values can overflow float16.", needs=[("bfloat16 or float32", "float16")],
+                      do="pass out_dtype=torch.float32")  # fmt: skip
+
+
+# --- operators --------------------------------------------------------------------------------------------------------
+
+
+def _backend(name: str, x: Tensor) -> Backend:
+    return default_backend(x.device, name) if name == "auto" else get_backend(name)
+
+
+def _blocks(matrix: Tensor | None, factor: float, transpose: bool) -> Blocks | None:
+    return None if matrix is None else Blocks(matrix, factor, transpose)
+
+
+def _rows(x: Tensor) -> Tensor:
+    """(..., K) as (M, K) with the last dimension contiguous; a copy only where the strides need one."""
+    # reshape cannot infer M when K is 0 or there are no rows, so M is counted.
+    m = 1
+    for size in x.shape[:-1]:
+        m *= size
+    x = x.reshape(m, x.shape[-1])
+    return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
+
+
+def _rotate(x: Tensor, matrix: Tensor, factor: float, transpose: bool, out_dtype: torch.dtype, backend: str) -> Tensor:
+    _rotate_fake(x, matrix, factor, transpose, out_dtype, backend)
+    y = _backend(backend, x).rotate(_rows(x), Blocks(matrix, factor, transpose), out_dtype)
+    return y.view(x.shape)
+
+
+def _rotate_fake(
+    x: Tensor, matrix: Tensor, factor: float, transpose: bool, out_dtype: torch.dtype, backend: str
+) -> Tensor:
+    _check_x("rotate", x, matrix)
+    _check_blocks("rotate", x.shape[-1], matrix)
+    _check_out_dtype("rotate", out_dtype)
+    return x.new_empty(x.shape, dtype=out_dtype)
+
+
+def _rotate_quantize(
+    x: Tensor,
+    matrix: Tensor | None,
+    factor: float,
+    transpose: bool,
+    format: str,
+    encode_scale: Tensor | None,
+    recipe: str,
+    rule: str,
+    scale_layout: str,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    fmt = get_format(format)
+    _check_rotate_quantize("rotate_quantize", x, matrix, fmt, encode_scale, recipe, rule)
+    get_layout(scale_layout)
+    codes, scale, tensor_scale = _backend(backend, x).rotate_quantize(
+        _rows(x), _blocks(matrix, factor, transpose), Quantizer(fmt, encode_scale, recipe, rule), scale_layout
+    )
+    if scale_layout == "linear":
+        scale = scale.view(*x.shape[:-1], -1) if x.numel() else scale.view(*x.shape[:-1], x.shape[-1] // fmt.group_size)
+    return codes.view(*x.shape[:-1], x.shape[-1] // 2), scale, tensor_scale
+
+
+def _check_rotate_quantize(
+    op: str, x: Tensor, matrix: Tensor | None, fmt: FP4Format, encode_scale: Tensor | None, recipe: str, rule: str
+) -> None:
+    _check_x(op, x, matrix, encode_scale)
+    _check_blocks(op, x.shape[-1], matrix)
+    _check_quantizer(op, x.shape[-1], fmt, encode_scale, recipe, rule)
+
+
+def _row_count(x: Tensor) -> int:
+    m = 1
+    for size in x.shape[:-1]:
+        m *= size
+    return m
+
+
+def _tensor_scale_fake(x: Tensor, fmt: FP4Format, recipe: str) -> Tensor:
+    per_row = recipe == "token" and fmt.has_tensor_scale
+    return x.new_empty((_row_count(x) if per_row else 1,), dtype=torch.float32)
+
+
+def _rotate_quantize_fake(
+    x: Tensor,
+    matrix: Tensor | None,
+    factor: float,
+    transpose: bool,
+    format: str,
+    encode_scale: Tensor | None,
+    recipe: str,
+    rule: str,
+    scale_layout: str,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    fmt = get_format(format)
+    _check_rotate_quantize("rotate_quantize", x, matrix, fmt, encode_scale, recipe, rule)
+    groups = x.shape[-1] // fmt.group_size
+    if scale_layout == "linear":
+        shape: tuple[int, ...] = (*x.shape[:-1], groups)
+    else:
+        shape = get_layout(scale_layout).shape(_row_count(x), groups)
+    codes = x.new_empty((*x.shape[:-1], x.shape[-1] // 2), dtype=torch.uint8)
+    return codes, x.new_empty(shape, dtype=fmt.scale_dtype), _tensor_scale_fake(x, fmt, recipe)
+
+
+def _rotate_quantize_dequantize(
+    x: Tensor,
+    matrix: Tensor | None,
+    factor: float,
+    transpose: bool,
+    format: str,
+    encode_scale: Tensor | None,
+    recipe: str,
+    rule: str,
+    out_dtype: torch.dtype,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    fmt = get_format(format)
+    _check_rotate_quantize("rotate_quantize_dequantize", x, matrix, fmt, encode_scale, recipe, rule)
+    _check_out_dtype("rotate_quantize_dequantize", out_dtype, fmt)
+    values, tensor_scale = _backend(backend, x).rotate_quantize_dequantize(
+        _rows(x), _blocks(matrix, factor, transpose), Quantizer(fmt, encode_scale, recipe, rule), out_dtype
+    )
+    return values.view(x.shape), tensor_scale
+
+
+def _rotate_quantize_dequantize_fake(
+    x: Tensor,
+    matrix: Tensor | None,
+    factor: float,
+    transpose: bool,
+    format: str,
+    encode_scale: Tensor | None,
+    recipe: str,
+    rule: str,
+    out_dtype: torch.dtype,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    fmt = get_format(format)
+    _check_rotate_quantize("rotate_quantize_dequantize", x, matrix, fmt, encode_scale, recipe, rule)
+    _check_out_dtype("rotate_quantize_dequantize", out_dtype, fmt)
+    return x.new_empty(x.shape, dtype=out_dtype), _tensor_scale_fake(x, fmt, recipe)
+
+
+def _swizzle(scales: Tensor) -> Tensor:
+    _swizzle_fake(scales)
+    return BLOCKED_128x4.forward(scales)
+
+
+def _swizzle_fake(scales: Tensor) -> Tensor:
+    if scales.dim() != 2 or scales.element_size() != 1:
+        raise refusal("swizzle_scales", "these are not block scales.",
+                      needs=[("(rows, cols) of one byte each", f"{scales.dtype} {tuple(scales.shape)}")],
+                      do="merge the leading dimensions")  # fmt: skip
+    return scales.new_empty(BLOCKED_128x4.shape(*scales.shape))
+
+
+def _unswizzle(stored: Tensor, rows: int, cols: int) -> Tensor:
+    return BLOCKED_128x4.inverse(stored, rows, cols)
+
+
+def _unswizzle_fake(stored: Tensor, rows: int, cols: int) -> Tensor:
+    return stored.new_empty((rows, cols))
+
+
+def _fp4_matmul(
+    x: Tensor,
+    x_block_scale: Tensor | None,
+    x_tensor_scale: Tensor | None,
+    weight: Tensor,
+    block_scale: Tensor | None,
+    tensor_scale: Tensor,
+    output_sizes: list[int],
+    bias: Tensor | None,
+    format: str,
+    out_dtype: torch.dtype,
+    backend: str,
+) -> Tensor:
+    _fp4_matmul_fake(x, x_block_scale, x_tensor_scale, weight, block_scale, tensor_scale, output_sizes, bias, format,
+                     out_dtype, backend)  # fmt: skip
+    operand = Weight(weight, block_scale, tensor_scale, tuple(output_sizes), get_format(format))
+    x_scales = None if x_block_scale is None else _rows(x_block_scale)
+    y = _backend(backend, x).matmul(_rows(x), x_scales, x_tensor_scale, operand, bias, out_dtype)
+    return y.view(*x.shape[:-1], weight.shape[0])
+
+
+def _fp4_matmul_fake(
+    x: Tensor,
+    x_block_scale: Tensor | None,
+    x_tensor_scale: Tensor | None,
+    weight: Tensor,
+    block_scale: Tensor | None,
+    tensor_scale: Tensor,
+    output_sizes: list[int],
+    bias: Tensor | None,
+    format: str,
+    out_dtype: torch.dtype,
+    backend: str,
+) -> Tensor:
+    op, fmt = "fp4_matmul", get_format(format)
+    others = (x_block_scale, x_tensor_scale, weight, block_scale, tensor_scale, bias)
+    if x.dtype == torch.uint8:
+        _check_rest(op, x, *others)
+        k = x.shape[-1] * 2
+        expected = (*x.shape[:-1], k // fmt.group_size)
+        found = "none" if x_block_scale is None else str(tuple(x_block_scale.shape))
+        if x_block_scale is None or x_tensor_scale is None or tuple(x_block_scale.shape) != expected:
+            raise refusal(op, "packed x needs its scales.",
+                          needs=[(f"x_block_scale {expected} and x_tensor_scale", found)],
+                          do="pass what rotate_quantize returned, in the linear layout")  # fmt: skip
+    else:
+        _check_x(op, x, *others)
+        k = x.shape[-1]
+    if x_tensor_scale is not None and x_tensor_scale.numel() not in (1, _row_count(x)):
+        raise refusal(op, "x_tensor_scale does not fit.",
+                      needs=[(f"one element or {_row_count(x)}", f"{x_tensor_scale.numel()}")],
+                      do="pass one per tensor or one per row")  # fmt: skip
+    _check_weight(op, k, weight, block_scale, tensor_scale, output_sizes, bias, fmt)
+    _check_out_dtype(op, out_dtype)
+    return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=out_dtype)
+
+
+def _fp4_linear(
+    x: Tensor,
+    weight: Tensor,
+    block_scale: Tensor | None,
+    tensor_scale: Tensor,
+    output_sizes: list[int],
+    bias: Tensor | None,
+    format: str,
+    input_matrix: Tensor | None,
+    input_factor: float,
+    input_transpose: bool,
+    output_matrix: Tensor | None,
+    output_factor: float,
+    output_transpose: bool,
+    quantize: bool,
+    encode_scale: Tensor | None,
+    recipe: str,
+    rule: str,
+    backend: str,
+) -> Tensor:
+    fmt = get_format(format)
+    _check_linear(x, weight, block_scale, tensor_scale, output_sizes, bias, fmt, input_matrix, output_matrix, quantize,
+                  encode_scale, recipe, rule)  # fmt: skip
+    y = compose.linear(
+        _backend(backend, x),
+        _rows(x),
+        Weight(weight, block_scale, tensor_scale, tuple(output_sizes), fmt),
+        bias,
+        _blocks(input_matrix, input_factor, input_transpose),
+        _blocks(output_matrix, output_factor, output_transpose),
+        Quantizer(fmt, encode_scale, recipe, rule) if quantize else None,
+    )
+    return y.view(*x.shape[:-1], weight.shape[0])
+
+
+def _check_linear(
+    x: Tensor,
+    weight: Tensor,
+    block_scale: Tensor | None,
+    tensor_scale: Tensor,
+    output_sizes: list[int],
+    bias: Tensor | None,
+    fmt: FP4Format,
+    input_matrix: Tensor | None,
+    output_matrix: Tensor | None,
+    quantize: bool,
+    encode_scale: Tensor | None,
+    recipe: str,
+    rule: str,
+) -> None:
+    op = "fp4_linear"
+    _check_x(op, x, weight, block_scale, tensor_scale, bias, input_matrix, output_matrix, encode_scale)
+    k = x.shape[-1]
+    _check_blocks(op, k, input_matrix)
+    _check_weight(op, k, weight, block_scale, tensor_scale, output_sizes, bias, fmt)
+    _check_blocks(op, weight.shape[0], output_matrix)
+    if quantize:
+        _check_quantizer(op, k, fmt, encode_scale, recipe, rule)
+
+
+def _fp4_linear_fake(
+    x: Tensor,
+    weight: Tensor,
+    block_scale: Tensor | None,
+    tensor_scale: Tensor,
+    output_sizes: list[int],
+    bias: Tensor | None,
+    format: str,
+    input_matrix: Tensor | None,
+    input_factor: float,
+    input_transpose: bool,
+    output_matrix: Tensor | None,
+    output_factor: float,
+    output_transpose: bool,
+    quantize: bool,
+    encode_scale: Tensor | None,
+    recipe: str,
+    rule: str,
+    backend: str,
+) -> Tensor:
+    _check_linear(x, weight, block_scale, tensor_scale, output_sizes, bias, get_format(format), input_matrix,
+                  output_matrix, quantize, encode_scale, recipe, rule)  # fmt: skip
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+for _name, _real, _fake in (
+    ("rotate", _rotate, _rotate_fake),
+    ("rotate_quantize", _rotate_quantize, _rotate_quantize_fake),
+    ("rotate_quantize_dequantize", _rotate_quantize_dequantize, _rotate_quantize_dequantize_fake),
+    ("swizzle_scales", _swizzle, _swizzle_fake),
+    ("unswizzle_scales", _unswizzle, _unswizzle_fake),
+    ("fp4_matmul", _fp4_matmul, _fp4_matmul_fake),
+    ("fp4_linear", _fp4_linear, _fp4_linear_fake),
+):
+    _library.impl(_name, _real, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"quarterturn::{_name}", _fake, lib=_library)

@@ -1,0 +1,162 @@
+"""FP4Tensor: a matrix of 4-bit floats with its scales, and the one equation that says what it means."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from .errors import refusal
+from .formats import E2M1_VALUES, E8M0_BIAS, E8M0_NAN, FP4Format, get_format
+from .layouts import get_layout
+
+
+@dataclass(frozen=True, repr=False)
+class FP4Tensor:
+    """A (N, K) matrix, value[n, k] = e2m1(code[n, k]) * block_scale[n, k // group_size] * tensor_scale[range of n].
+
+    codes: uint8 (N, K/2), two codes a byte, even element in the low nibble.
+    block_scale: `format.scale_dtype` (E4M3, or E8M0 as uint8), shape (N, K/group_size) in layout 'linear'.
+    tensor_scale: fp32 (P,), one multiplier per range of output rows; all ones for MXFP4.
+    encode_scale: fp32 (P,) or None: the number a file stores (tensor_scale is its reciprocal), kept for writing back.
+    output_sizes: P row counts that sum to N; a layer fused from several has one range per part.
+    layout: 'linear' or 'blocked', of block_scale.
+    """
+
+    codes: Tensor
+    block_scale: Tensor
+    tensor_scale: Tensor
+    encode_scale: Tensor | None
+    format: FP4Format
+    output_sizes: tuple[int, ...]
+    layout: str = "linear"
+
+    @classmethod
+    def from_encode(
+        cls,
+        codes: Tensor,
+        block_scale: Tensor,
+        encode_scale: Tensor | None,
+        format: str | FP4Format,
+        output_sizes: tuple[int, ...] | None = None,
+    ) -> FP4Tensor:
+        """Build from what a file stores; tensor_scale = fp32(1 / encode_scale), or 1 where there is none."""
+        fmt = get_format(format)
+        sizes = output_sizes or (codes.shape[0],)
+        if encode_scale is None:
+            tensor_scale = torch.ones(len(sizes), dtype=torch.float32, device=codes.device)
+        else:
+            encode_scale = encode_scale.reshape(-1).float()
+            tensor_scale = encode_scale.reciprocal()
+        return cls(codes, block_scale, tensor_scale, encode_scale, fmt, sizes)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, K)."""
+        return self.codes.shape[0], self.codes.shape[1] * 2
+
+    @property
+    def device(self) -> torch.device:
+        return self.codes.device
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes and scales."""
+        return sum(t.numel() * t.element_size() for t in (self.codes, self.block_scale, self.tensor_scale))
+
+    def __repr__(self) -> str:
+        n, k = self.shape
+        return f"FP4Tensor({self.format.name}, shape=({n}, {k}), ranges={list(self.output_sizes)}, {self.device})"
+
+    def to(self, device: torch.device | str) -> FP4Tensor:
+        """The same matrix on another device."""
+        encode = None if self.encode_scale is None else self.encode_scale.to(device)
+        return replace(
+            self,
+            codes=self.codes.to(device),
+            block_scale=self.block_scale.to(device),
+            tensor_scale=self.tensor_scale.to(device),
+            encode_scale=encode,
+        )
+
+    def linear_block_scale(self) -> Tensor:
+        """Block scales (N, K/group_size), row-major, whatever the layout."""
+        if self.layout == "linear":
+            return self.block_scale
+        n, k = self.shape
+        return get_layout(self.layout).inverse(self.block_scale, n, k // self.format.group_size)
+
+    def values(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """e2m1(code) * block_scale, (N, K), without the tensor scale: exact in fp32 and bf16, NVFP4 also in fp16."""
+        scale = decode_block_scale(self.linear_block_scale(), self.format)
+        return decode_codes(self.codes, scale, self.format.group_size, dtype)
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The value equation in fp32, rounded once to `dtype`; (N, K)."""
+        return (self.values() * self.row_scale()).to(dtype)
+
+    def row_scale(self) -> Tensor:
+        """The tensor scale of each output row, fp32 (N, 1) (or (1, 1) where all rows share one)."""
+        if len(self.output_sizes) == 1:
+            return self.tensor_scale.view(1, 1)
+        sizes = torch.tensor(self.output_sizes, device=self.tensor_scale.device)
+        return self.tensor_scale.repeat_interleave(sizes, output_size=self.shape[0]).view(-1, 1)
+
+    def validate(self, name: str = "weight") -> FP4Tensor:
+        """Return self if shapes, dtypes and scales agree with the format and are finite; raise Refusal otherwise."""
+        n, k = self.shape
+        fmt, problems = self.format, []
+        if self.codes.dtype != torch.uint8 or self.codes.dim() != 2:
+            problems.append(("codes uint8 (N, K/2)", f"{self.codes.dtype} {tuple(self.codes.shape)}"))
+        if k % fmt.group_size:
+            problems.append((f"K a multiple of the group size {fmt.group_size}", f"K = {k}"))
+        expected = get_layout(self.layout).shape(n, k // fmt.group_size)
+        if tuple(self.block_scale.shape) != expected or self.block_scale.dtype != fmt.scale_dtype:
+            found = f"{self.block_scale.dtype} {tuple(self.block_scale.shape)}"
+            problems.append((f"block_scale {fmt.scale_dtype} {expected}", found))
+        elif bool((self.block_scale.view(torch.uint8) & 0x7F if fmt.has_tensor_scale else self.block_scale)
+                  .eq(fmt.nan_byte).any()):
+            problems.append(("block scales that are numbers", f"NaN bytes ({fmt.nan_byte:#x})"))
+        if sum(self.output_sizes) != n or self.tensor_scale.numel() != len(self.output_sizes):
+            found = f"output_sizes {self.output_sizes}, {self.tensor_scale.numel()} scales"
+            problems.append((f"one tensor scale per range, ranges that sum to {n}", found))
+        if not bool(torch.isfinite(self.tensor_scale).all() and (self.tensor_scale > 0).all()):
+            problems.append(("finite positive tensor scales", str(self.tensor_scale.tolist())))
+        if problems:
+            raise refusal("fp4 tensor", "the parts do not fit.", tensor=name, needs=problems,
+                          do="check the file or the code that made it")
+        return self
+
+
+def decode_block_scale(block_scale: Tensor, format: FP4Format) -> Tensor:
+    """E4M3 or E8M0 (uint8) block scales -> fp32 of the same shape; the NaN byte gives NaN."""
+    table = _scale_table(format.name, block_scale.device)
+    return table[block_scale.view(torch.uint8).int()]
+
+
+def decode_codes(codes: Tensor, scale: Tensor, group_size: int, dtype: torch.dtype) -> Tensor:
+    """Packed codes (N, K/2) and fp32 scales (N, K/group_size) -> e2m1 * scale of `dtype`, (N, K)."""
+    n, half = codes.shape
+    pairs = _pair_table(codes.device)
+    decoded = pairs[codes.reshape(-1).int()].view(n, half * 2 // group_size, group_size)
+    # Where all fits bf16 exactly (it does for both formats) the product of the fp32 numbers rounds to itself.
+    return (decoded * scale.unsqueeze(-1)).to(dtype).view(n, half * 2)
+
+
+@lru_cache(maxsize=32)
+def _scale_table(format_name: str, device: torch.device) -> Tensor:
+    if format_name == "nvfp4":
+        # The decode direction of a cast is exact, so torch's own is the table.
+        return torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().to(device)
+    table = torch.pow(2.0, torch.arange(256, dtype=torch.float64) - E8M0_BIAS).float()
+    table[E8M0_NAN] = float("nan")
+    return table.to(device)
+
+
+@lru_cache(maxsize=32)
+def _pair_table(device: torch.device) -> Tensor:
+    byte = torch.arange(256)
+    values = torch.tensor(E2M1_VALUES)
+    return torch.stack((values[byte & 15], values[byte >> 4]), dim=1).to(device)

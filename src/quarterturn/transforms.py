@@ -1,0 +1,228 @@
+"""Block-diagonal transforms: the matrix that turns activations, and the one that is folded into weights.
+
+Row-vector convention. A layer y = x W^T behind an input transform V runs as (x V)(W V^-T)^T: `x @ V` online, block by
+block of R along K, and W V^-T stored. Behind an output transform U it runs as (x W'^T + b') U with W' = U^-T W and
+b' = b U^-1 stored. V need not be orthogonal; where it is, V^-T = V.
+
+The factor 1/sqrt(R) of a Hadamard stays apart from its +-1 entries: they are exact in any dtype, the factor is not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from .errors import Refusal, refusal
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class Transform:
+    """One (R, R) block, the same for every block along a dimension.
+
+    matrix: float64 (R, R), as a file stores it.
+    factor: multiplies the matrix; 1/sqrt(R) for a +-1 Hadamard matrix, 1 for others.
+    transpose: the activation side uses the transposed matrix.
+    """
+
+    matrix: Tensor
+    factor: float = 1.0
+    transpose: bool = False
+
+    def __post_init__(self) -> None:
+        m = self.matrix
+        if m.dim() != 2 or m.shape[0] != m.shape[1] or m.shape[0] == 0:
+            raise _bad_matrix("a square matrix (R, R)", f"shape {tuple(m.shape)}")
+        if not bool(torch.isfinite(m).all()) or not math.isfinite(self.factor):
+            raise _bad_matrix("finite entries", "NaN or Inf")
+        object.__setattr__(self, "matrix", m.detach().to(torch.float64))
+
+    @property
+    def size(self) -> int:
+        """R, the width of a block."""
+        return self.matrix.shape[0]
+
+    @property
+    def is_signed(self) -> bool:
+        """Whether every entry of the matrix is +1 or -1, so that it is exact in every dtype."""
+        return bool((self.matrix.abs() == 1).all())
+
+    def __repr__(self) -> str:
+        kind = "signed" if self.is_signed else "dense"
+        return f"Transform(size={self.size}, {kind}, factor={self.factor:g}, transpose={self.transpose})"
+
+    def activation_matrix(self) -> Tensor:
+        """V, float64 (R, R): activations become x @ V."""
+        return (self.matrix.T if self.transpose else self.matrix) * self.factor
+
+    def weight_matrix(self) -> Tensor:
+        """V^-T, float64 (R, R): stored weights are W @ V^-T. Raises Refusal where V has no inverse."""
+        return _inverse(self.activation_matrix()).T.contiguous()
+
+    def inverse(self) -> Transform:
+        """The transform that undoes this one on activations."""
+        if self.is_signed and _is_hadamard(self.matrix) and math.isclose(self.factor**2 * self.size, 1.0):
+            return replace(self, transpose=not self.transpose)
+        return Transform(_inverse(self.activation_matrix()))
+
+    def compose(self, other: Transform) -> Transform:
+        """This one first, then `other`: x @ (V1 V2), multiplied in float64. The sizes are made equal by repetition."""
+        size = math.lcm(self.size, other.size)
+        left, right = (torch.block_diag(*[t.activation_matrix()] * (size // t.size)) for t in (self, other))
+        return Transform(left @ right)
+
+    def apply(self, x: Tensor) -> Tensor:
+        """x @ V per block in float64; x (..., K) with K a multiple of R."""
+        return _per_block(x, self.activation_matrix(), "transform")
+
+    def fold_input_weight(self, weight: Tensor) -> Tensor:
+        """W (N, K) -> W V^-T per block, float64: what is stored behind an input transform."""
+        return _per_block(weight, self.weight_matrix(), "fold")
+
+    def unfold_input_weight(self, weight: Tensor) -> Tensor:
+        """The inverse of fold_input_weight: W' V^T, float64."""
+        return _per_block(weight, self.activation_matrix().T, "unfold")
+
+    def fold_output_weight(self, weight: Tensor) -> Tensor:
+        """W (N, K) -> U^-T W per block of rows, float64: what is stored before an output transform."""
+        return _per_block(weight.T, _inverse(self.activation_matrix()), "fold").T.contiguous()
+
+    def unfold_output_weight(self, weight: Tensor) -> Tensor:
+        """The inverse of fold_output_weight: U^T W', float64."""
+        return _per_block(weight.T, self.activation_matrix(), "unfold").T.contiguous()
+
+    def fold_output_bias(self, bias: Tensor) -> Tensor:
+        """b (N,) -> b U^-1 per block, float64."""
+        return _per_block(bias, _inverse(self.activation_matrix()), "fold")
+
+    def unfold_output_bias(self, bias: Tensor) -> Tensor:
+        """The inverse of fold_output_bias: b' U, float64."""
+        return _per_block(bias, self.activation_matrix(), "unfold")
+
+
+def matrix(values: Tensor | Sequence[Sequence[float]], factor: float = 1.0) -> Transform:
+    """The transform x @ (factor * values) for any invertible (R, R) matrix. Raises Refusal for a singular one."""
+    transform = Transform(torch.as_tensor(values, dtype=torch.float64), factor)
+    _inverse(transform.activation_matrix())
+    return transform
+
+
+def hadamard(size: int) -> Transform:
+    """The deterministic Hadamard transform of an order, a +-1 matrix with the factor 1/sqrt(size).
+
+    Orders: 2^k, and 2^k times a Paley order (q + 1 for a prime q = 3 mod 4, 2 (q + 1) for a prime q = 1 mod 4), which
+    gives 12, 20, 24, 28, 36, 44, 48, ... Powers of two are Sylvester's matrix, which is symmetric; the others are not.
+    Raises Refusal for other orders and says the nearest that can be built. Source: Paley, "On orthogonal matrices",
+    J. Math. Phys. 12 (1933).
+    """
+    entries = _hadamard_matrix(size)
+    if entries is None:
+        near = [n for n in range(max(1, size // 2), size * 2 + 1) if _paley_base(n) is not None]
+        below = max((n for n in near if n < size), default=1)
+        above = min((n for n in near if n > size), default=2)
+        raise refusal(
+            "hadamard",
+            f"no Hadamard matrix of order {size} can be built.",
+            needs=[("2^k, or 2^k times 12, 20, 28, 36, 44, ... (Paley's orders)", str(size))],
+            do=f"take order {below} or {above}, a block that divides {size}, or give a matrix of your own",
+        )
+    return Transform(entries, 1 / math.sqrt(size))
+
+
+def random_hadamard(size: int, seed: int = 0) -> Transform:
+    """A Hadamard transform whose rows are multiplied by random signs: diag(s) H, not symmetric.
+
+    The same seed gives the same matrix on every machine. Raises Refusal for orders that `hadamard` cannot build.
+    """
+    base = hadamard(size)
+    generator = torch.Generator().manual_seed(seed)
+    signs = torch.randint(0, 2, (size, 1), generator=generator, dtype=torch.float64) * 2 - 1
+    return replace(base, matrix=signs * base.matrix)
+
+
+def _hadamard_matrix(size: int) -> Tensor | None:
+    base = _paley_base(size) if size > 0 else None
+    if base is None:
+        return None
+    entries = _base_matrix(base)
+    while entries.shape[0] < size:
+        entries = torch.cat((torch.cat((entries, entries), 1), torch.cat((entries, -entries), 1)))
+    return entries
+
+
+def _paley_base(size: int) -> int | None:
+    """The order that doubling starts from to reach `size`: 1, or the smallest Paley order; None where there is none."""
+    halves = [size >> i for i in range(size.bit_length()) if size % (1 << i) == 0]
+    if halves[-1] == 1:
+        return 1
+    return min((n for n in halves if _paley_prime(n) is not None), default=None)
+
+
+def _paley_prime(order: int) -> tuple[int, int] | None:
+    """(q, type) of Paley's construction of `order`: type 1 for q + 1, q = 3 mod 4; type 2 for 2 (q + 1), q = 1 mod 4."""
+    if order % 4 == 0 and (order - 1) % 4 == 3 and _is_prime(order - 1):
+        return order - 1, 1
+    if order % 4 == 0 and (order // 2 - 1) % 4 == 1 and _is_prime(order // 2 - 1):
+        return order // 2 - 1, 2
+    return None
+
+
+def _base_matrix(order: int) -> Tensor:
+    if order == 1:
+        return torch.ones(1, 1, dtype=torch.float64)
+    prime = _paley_prime(order)
+    assert prime is not None
+    q, kind = prime
+    residues = {(i * i) % q for i in range(1, q)}
+    character = torch.tensor([0.0] + [1.0 if i in residues else -1.0 for i in range(1, q)], dtype=torch.float64)
+    index = (torch.arange(q).view(-1, 1) - torch.arange(q)) % q
+    core = torch.zeros(q + 1, q + 1, dtype=torch.float64)
+    core[1:, 1:] = character[index]
+    core[0, 1:] = 1
+    eye = torch.eye(q + 1, dtype=torch.float64)
+    if kind == 1:
+        core[1:, 0] = -1
+        return eye + core
+    core[1:, 0] = 1
+    plus, minus = torch.tensor([[1.0, 1], [1, -1]]).double(), torch.tensor([[1.0, -1], [-1, -1]]).double()
+    return torch.kron(core, plus) + torch.kron(eye, minus)
+
+
+def _is_prime(n: int) -> bool:
+    return n > 1 and all(n % d for d in range(2, math.isqrt(n) + 1))
+
+
+def _is_hadamard(m: Tensor) -> bool:
+    return bool(torch.equal(m @ m.T, torch.eye(m.shape[0], dtype=m.dtype, device=m.device) * m.shape[0]))
+
+
+def _inverse(m: Tensor) -> Tensor:
+    gram = m @ m.T
+    scale = gram[0, 0]
+    if scale > 0 and torch.allclose(gram, torch.eye(len(m), dtype=m.dtype, device=m.device) * scale, rtol=0, atol=1e-14):
+        return m.T / scale
+    inverse, info = torch.linalg.inv_ex(m)
+    if int(info) or not bool(torch.isfinite(inverse).all()) or float(torch.linalg.cond(m)) > 1e12:
+        raise _bad_matrix("an invertible matrix", "a singular one")
+    return inverse
+
+
+def _per_block(x: Tensor, block: Tensor, operation: str) -> Tensor:
+    size = block.shape[0]
+    if x.shape[-1] % size:
+        raise refusal(
+            operation,
+            "the blocks do not divide the dimension.",
+            needs=[(f"a dimension that is a multiple of {size}", str(x.shape[-1]))],
+            do=f"take a transform size that divides {x.shape[-1]}",
+        )
+    blocks = x.to(torch.float64).reshape(*x.shape[:-1], -1, size)
+    return (blocks @ block.to(x.device)).reshape(x.shape)
+
+
+def _bad_matrix(needed: str, found: str) -> Refusal:
+    return refusal("transform", "this matrix cannot be a transform.", needs=[(needed, found)],
+                   do="give a finite invertible square matrix")
