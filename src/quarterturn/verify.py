@@ -1,0 +1,278 @@
+"""Whether a checkpoint's weights carry the transforms that its config declares, layer by layer, against the original.
+
+A layer declared with input transform V and output transform U must store W' = U^-T W V^-T, rounded to 4 bits. The
+original W is turned as each hypothesis says (as declared, never, twice, the wrong way round, by another matrix of the
+file or a plain Hadamard) and compared with the decoded weight:
+
+    error = |c W' - S| / |S|     S: the original turned as the hypothesis says, c: the best single factor
+
+The yardstick is the error of rounding the declared S to the format here, about 0.1. A right hypothesis comes near it
+(checkpoints made with other roundings reach about twice), a wrong one comes near 1, because a rotated weight has
+almost nothing in common with the weight. Where two different hypotheses fit, or the best is in between, the verdict is
+"cannot tell". The factor c is 1 but for a matrix that was normalised twice or not at all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from .checkpoint import Checkpoint, TensorInfo, open_checkpoint, resolve
+from .checkpoint.config import OFFLINE, matches, quantization_entry
+from .checkpoint.files import list_tensors, read_tensor
+from .errors import refusal
+from .formats import FP4Format
+from .quantize.rtn import round_to_nearest
+from .transforms import Transform, hadamard
+
+OK = "ok"
+NEVER = "transform never applied"
+TWICE = "transform applied twice"
+REVERSED = "transform applied the wrong way round"
+OTHER = "wrong matrix"
+UNDECLARED = "transform not declared"
+DIFFERENT = "another weight"
+CANNOT_TELL = "cannot tell"
+SCALED = "wrong factor"
+
+# In units of the yardstick: a hypothesis fits below the first, and is ruled out above the second (but never above 0.8).
+_FITS, _RULED_OUT = 2.5, 5.0
+_HADAMARD_SIZES = (16, 32, 64, 128)
+
+
+@dataclass(frozen=True)
+class LayerVerdict:
+    """What a layer's weights show. error: of the best hypothesis; declared: of the declared one; yardstick: of
+    rounding to the format."""
+
+    layer: str
+    verdict: str
+    detail: str
+    error: float
+    declared: float
+    yardstick: float
+
+    @property
+    def ok(self) -> bool:
+        return self.verdict == OK
+
+
+@dataclass(frozen=True)
+class _Hypothesis:
+    """One side of a layer: what may have been done to the weight, as a matrix that its blocks are multiplied by."""
+
+    verdict: str
+    detail: str
+    matrix: Tensor | None
+
+
+Named = Mapping[str, Transform]
+
+
+def check_layer(
+    layer: str,
+    decoded: Tensor,
+    original: Tensor,
+    format: FP4Format,
+    input_transform: Transform | None = None,
+    output_transform: Transform | None = None,
+    others: Named | None = None,
+) -> LayerVerdict:
+    """Compare a decoded weight (N, K) with the original (N, K).
+
+    others: further matrices by name that may have been used instead. Raises Refusal where the shapes differ.
+    """
+    if decoded.shape != original.shape:
+        raise refusal("verify", "the original's weight has another shape.", layer=layer,
+                      needs=[(str(tuple(decoded.shape)), str(tuple(original.shape)))],
+                      do="give the model that the checkpoint was made from")  # fmt: skip
+    if not bool(torch.isfinite(original).all() and torch.isfinite(decoded).all()):
+        return LayerVerdict(layer, CANNOT_TELL, "a weight is not finite", math.nan, math.nan, math.nan)
+    weight, stored = original.double(), decoded.double()
+    inputs = _hypotheses("input", input_transform, weight.shape[1], others or {})
+    outputs = _hypotheses("output", output_transform, weight.shape[0], others or {})
+    declared = _turn(weight, inputs[0].matrix, outputs[0].matrix)
+    yardstick = _distance(round_to_nearest(declared.float(), format).dequantize().double(), declared)[0]
+    tried = []
+    for first in inputs:
+        for second in outputs:
+            error, factor = _distance(stored, _turn(weight, first.matrix, second.matrix))
+            tried.append((error, factor, first, second))
+    return _decide(layer, tried, yardstick)
+
+
+def _decide(layer: str, tried: list[tuple[float, float, _Hypothesis, _Hypothesis]], yardstick: float) -> LayerVerdict:
+    declared = tried[0][0]
+    error, factor, first, second = min(tried, key=lambda t: t[0])
+    near = [t for t in tried if t[0] <= max(error * 1.5, error + yardstick / 2)]
+    wrong = [side for side in (first, second) if side.verdict != OK]
+
+    def verdict(text: str, detail: str) -> LayerVerdict:
+        return LayerVerdict(layer, text, detail, error, declared, yardstick)
+
+    if not math.isfinite(error):
+        return verdict(CANNOT_TELL, "the weight is zero everywhere")
+    if error > min(_RULED_OUT * yardstick, 0.8):
+        if tried[0][2].matrix is None and tried[0][3].matrix is None:
+            return verdict(DIFFERENT, "no transform is declared, and no Hadamard tried explains the difference")
+        return verdict(OTHER, "none of the hypotheses fits: another matrix, or another original")
+    if error > _FITS * yardstick:
+        return verdict(CANNOT_TELL, f"nearest: {_describe(first, second)}, but farther than rounding explains")
+    if len(near) > 1:
+        names = " or ".join(sorted({_describe(t[2], t[3]) for t in near}))
+        return verdict(CANNOT_TELL, f"these fit equally: {names}")
+    if wrong:
+        return verdict(wrong[0].verdict, _describe(first, second))
+    if abs(factor - 1) > 0.2:
+        return verdict(SCALED, f"the right matrix, but the weights are {1 / factor:.4g} times as large")
+    return verdict(OK, _describe(first, second))
+
+
+def _describe(first: _Hypothesis, second: _Hypothesis) -> str:
+    return ", ".join(side.detail for side in (first, second) if side.detail) or "no transform"
+
+
+def _hypotheses(side: str, transform: Transform | None, width: int, others: Named) -> list[_Hypothesis]:
+    """What may have happened on one side, the declared first; equal matrices are one hypothesis with both names."""
+    if transform is None:
+        found = [_Hypothesis(OK, "", None)]
+        strange = UNDECLARED
+    else:
+        v, w = transform.activation_matrix(), transform.weight_matrix()
+        if side == "output":
+            # _turn multiplies rows from the left: U^-T W = (W^T U^-1)^T.
+            v, w = v.T, w.T
+        found = [
+            _Hypothesis(OK, f"{side}: as declared", w),
+            _Hypothesis(NEVER, f"{side}: never applied", torch.eye(len(w), dtype=w.dtype)),
+            _Hypothesis(TWICE, f"{side}: applied twice", w @ w),
+            _Hypothesis(REVERSED, f"{side}: transposed", w.T),
+            _Hypothesis(REVERSED, f"{side}: not inverted", v),
+            _Hypothesis(REVERSED, f"{side}: inverted and transposed", v.T),
+        ]
+        strange = OTHER
+    if side == "input":
+        for name, other in others.items():
+            if width % other.size == 0:
+                found.append(_Hypothesis(strange, f"{side}: {name}", other.weight_matrix()))
+    return _merged(found)
+
+
+def _merged(found: list[_Hypothesis]) -> list[_Hypothesis]:
+    kept: list[_Hypothesis] = []
+    for new in found:
+        for index, old in enumerate(kept):
+            if _same(old.matrix, new.matrix):
+                # A symmetric Hadamard applied twice is no transform: say both, but the declared case stays plain "ok".
+                if old.verdict not in (OK, new.verdict) and new.verdict in (NEVER, TWICE, REVERSED):
+                    kept[index] = _Hypothesis(
+                        f"{old.verdict}, or {new.verdict.removeprefix('transform ')}",
+                        f"{old.detail} or {new.detail.split(': ')[-1]} (the same for this matrix)",
+                        old.matrix,
+                    )
+                break
+        else:
+            kept.append(new)
+    return kept
+
+
+def _same(a: Tensor | None, b: Tensor | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    size = math.lcm(len(a), len(b))
+    wide = [torch.block_diag(*[m] * (size // len(m))) for m in (a, b)]
+    return bool(torch.allclose(wide[0], wide[1], atol=1e-6))
+
+
+def _turn(weight: Tensor, first: Tensor | None, second: Tensor | None) -> Tensor:
+    """W -> blocks of K multiplied by `first`, blocks of N by `second`: S = second^T W first."""
+    if first is not None:
+        weight = (weight.unflatten(-1, (-1, len(first))) @ first.to(weight)).flatten(-2)
+    if second is not None:
+        weight = (weight.T.unflatten(-1, (-1, len(second))) @ second.to(weight)).flatten(-2).T
+    return weight
+
+
+def _distance(stored: Tensor, expected: Tensor) -> tuple[float, float]:
+    """The error of the best multiple of `stored`, and that factor; not finite where one of them is zero."""
+    inner, square = float((stored * expected).sum()), float(stored.square().sum())
+    norm = float(expected.square().sum())
+    if square == 0 or norm == 0:
+        return math.inf, math.nan
+    factor = inner / square
+    return float((factor * stored - expected).norm()) / math.sqrt(norm), factor
+
+
+@dataclass(frozen=True)
+class Verification:
+    """All layers of a checkpoint, and the names of unquantized tensors that are not the original's."""
+
+    layers: list[LayerVerdict]
+    changed: list[str]
+
+    @property
+    def ok(self) -> bool:
+        return all(layer.ok for layer in self.layers)
+
+
+def verify(path: str | Path, original: str | Path, advance: Callable[[str], None] = lambda layer: None) -> Verification:
+    """Compare a checkpoint with the unquantized model it was made from, tensor by tensor from the files.
+
+    advance: called with a layer's name when it is done. Raises Refusal where a folder cannot be read, or where the
+    original lacks a layer or has it in another shape.
+    """
+    checkpoint = open_checkpoint(path)
+    folder = resolve(original)
+    theirs = list_tensors(folder)
+    others = {f"the matrix of '{t.scheme}' ({t.tensor})": t.transform for t in checkpoint.transforms}
+    others |= {f"hadamard {size}": hadamard(size) for size in _HADAMARD_SIZES}
+    verdicts = []
+    for name, spec in checkpoint.layers.items():
+        tensor = f"{name}.weight"
+        if tensor not in theirs:
+            raise refusal("verify", "the original has no such tensor.", tensor=tensor, file=folder,
+                          needs=[(tensor, f"{len(theirs)} others")],
+                          do="give the unquantized model that the checkpoint was made from")  # fmt: skip
+        weight = read_tensor(tensor, theirs[tensor])
+        offline = _offline_schemes(checkpoint, name, spec.scheme_names)
+        if offline:
+            verdict = LayerVerdict(name, CANNOT_TELL, f"{', '.join(offline)} changed this weight before it was stored, "
+                                   "and the file does not hold the matrix", math.nan, math.nan, math.nan)  # fmt: skip
+        else:
+            decoded = checkpoint.weight(name).dequantize()
+            verdict = check_layer(
+                name, decoded, weight, spec.format, spec.input_transform, spec.output_transform, others
+            )
+        verdicts.append(verdict)
+        advance(name)
+    return Verification(verdicts, _changed(checkpoint, theirs))
+
+
+def _offline_schemes(checkpoint: Checkpoint, name: str, online: tuple[str, ...]) -> list[str]:
+    """Schemes that only a layer's weight carries: they cancel between layers, and their matrices are not stored."""
+    entry = quantization_entry(checkpoint.config) or {}
+    stand_in = torch.nn.Linear(1, 1, bias=False, device="meta")
+    found = []
+    for scheme, body in ((entry.get("transform_config") or {}).get("config_groups") or {}).items():
+        for apply in body["apply"]:
+            offline = str(apply["location"]) in OFFLINE and scheme not in online
+            if offline and matches(name, stand_in, apply["targets"], apply.get("ignore") or ()):
+                found.append(scheme)
+    return found
+
+
+def _changed(checkpoint: Checkpoint, theirs: Mapping[str, TensorInfo]) -> list[str]:
+    changed = []
+    for name, info in checkpoint.tensors.items():
+        layer = name.rpartition(".")[0]
+        if name not in theirs or layer in checkpoint.layers:
+            continue
+        ours, other = checkpoint.read(name), read_tensor(name, theirs[name])
+        if info.shape != theirs[name].shape or not torch.equal(ours, other.to(ours.dtype)):
+            changed.append(name)
+    return changed
