@@ -3,8 +3,27 @@
 from . import ops
 from .errors import BackendRefusal, CheckpointRefusal, Refusal
 from .formats import MXFP4, NVFP4, FP4Format
+from .integrations.transformers import explain, load
 from .linear import FP4Linear
 from .tensor import FP4Tensor
 from .transforms import Transform, hadamard, matrix, random_hadamard
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "BackendRefusal",
+    "CheckpointRefusal",
+    "FP4Format",
+    "FP4Linear",
+    "FP4Tensor",
+    "MXFP4",
+    "NVFP4",
+    "Refusal",
+    "Transform",
+    "explain",
+    "hadamard",
+    "load",
+    "matrix",
+    "ops",
+    "random_hadamard",
+]

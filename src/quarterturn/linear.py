@@ -99,7 +99,8 @@ class FP4Linear(nn.Module):
         input_encode = torch.ones(1, dtype=torch.float32, device=device) if one_scale else None
         self.register_buffer("encode_scale", encode)
         self.register_buffer("input_encode_scale", input_encode)
-        self.bias = nn.Parameter(torch.empty(out_features, device=device, dtype=dtype), False) if bias else None
+        empty_bias = nn.Parameter(torch.empty(out_features, device=device, dtype=dtype), False) if bias else None
+        self.register_parameter("bias", empty_bias)
         for derived in ("tensor_scale", "values", "input_matrix", "output_matrix"):
             self.register_buffer(derived, None, persistent=False)
         self._derived_from: tuple[Any, ...] | None = None
@@ -178,8 +179,8 @@ class FP4Linear(nn.Module):
         weight = self.weight_tensor()
         self.tensor_scale = weight.tensor_scale
         self.values = selection.backend.prepare(weight, self.weights)
-        self.input_matrix = _device_matrix(self.input_transform, device)
-        self.output_matrix = _device_matrix(self.output_transform, device)
+        self.input_matrix = self.input_transform.operand(device) if self.input_transform else None
+        self.output_matrix = self.output_transform.operand(device) if self.output_transform else None
         self._derived_from = self._stamp()
         return self
 
@@ -252,17 +253,13 @@ class FP4Linear(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FP4Linear:
         """`.to`, `.half` and the like: devices change, the dtypes of codes and scales never do."""
 
+        bias = self.bias
+
         def keep_dtype(t: Tensor) -> Tensor:
             moved = fn(t)
-            return moved if moved.dtype == t.dtype else t.to(moved.device)
+            return moved if t is bias or moved.dtype == t.dtype else t.to(moved.device)
 
-        bias, self._parameters["bias"] = self._parameters["bias"], None
-        try:
-            super()._apply(keep_dtype, recurse)
-        finally:
-            self._parameters["bias"] = bias
-        if bias is not None:
-            self.bias = nn.Parameter(fn(bias.detach()), False)
+        super()._apply(keep_dtype, recurse)
         return self.refresh()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -270,5 +267,20 @@ class FP4Linear(nn.Module):
         return {**self.__dict__, "_derived_from": None}
 
 
-def _device_matrix(transform: Transform | None, device: torch.device) -> Tensor | None:
-    return None if transform is None else transform.matrix.to(device=device, dtype=torch.float32)
+class RotatedLinear(nn.Linear):
+    """An unquantized linear layer behind online transforms: y = rotate(rotate(x) W'^T + b'). Inference only."""
+
+    def __init__(self, linear: nn.Linear, input_transform: Transform | None, output_transform: Transform | None) -> None:
+        super().__init__(linear.in_features, linear.out_features, bias=False, device="meta")
+        self.weight, self.bias = linear.weight, linear.bias
+        self.input_transform, self.output_transform = input_transform, output_transform
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (..., in_features) -> (..., out_features) of x.dtype."""
+        return _turn(super().forward(_turn(x, self.input_transform)), self.output_transform)
+
+
+def _turn(x: Tensor, transform: Transform | None) -> Tensor:
+    if transform is None:
+        return x
+    return ops.rotate(x, transform.operand(x.device), transform.factor, transform.transpose)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -31,6 +31,7 @@ class Transform:
     matrix: Tensor
     factor: float = 1.0
     transpose: bool = False
+    _operands: dict[torch.device, Tensor] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         m = self.matrix
@@ -53,6 +54,12 @@ class Transform:
     def __repr__(self) -> str:
         kind = "signed" if self.is_signed else "dense"
         return f"Transform(size={self.size}, {kind}, factor={self.factor:g}, transpose={self.transpose})"
+
+    def operand(self, device: torch.device) -> Tensor:
+        """The matrix in fp32 on a device, as the ops take it (factor and direction apart); made once per device."""
+        if device not in self._operands:
+            self._operands[device] = self.matrix.to(device=device, dtype=torch.float32)
+        return self._operands[device]
 
     def activation_matrix(self) -> Tensor:
         """V, float64 (R, R): activations become x @ V."""

@@ -1,0 +1,21 @@
+"""compressed-tensors names, config and bytes <-> FP4Tensor and Transform.
+
+The only place that knows what a file calls things, and that the tensor scales a file stores are divisors.
+
+    files.py    a folder of safetensors: what is in it, by its headers alone
+    config.py   config.json: groups of layers and transforms, parsed by compressed-tensors' own classes
+    read.py     both together, layer by layer, with every disagreement refused
+"""
+
+from .files import TensorInfo, resolve
+from .read import Checkpoint, LayerSpec, StoredTransform, open_checkpoint, recognise
+
+__all__ = [
+    "Checkpoint",
+    "LayerSpec",
+    "StoredTransform",
+    "TensorInfo",
+    "open_checkpoint",
+    "recognise",
+    "resolve",
+]

@@ -1,0 +1,1 @@
+"""The engines: Transformers models, and later vLLM."""
