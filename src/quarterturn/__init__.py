@@ -11,13 +11,13 @@ from .transforms import Transform, hadamard, matrix, random_hadamard
 __version__ = "0.1.0"
 
 __all__ = [
+    "MXFP4",
+    "NVFP4",
     "BackendRefusal",
     "CheckpointRefusal",
     "FP4Format",
     "FP4Linear",
     "FP4Tensor",
-    "MXFP4",
-    "NVFP4",
     "Refusal",
     "Transform",
     "explain",

@@ -28,7 +28,7 @@ STORED = ("codes", "block_scale", "encode_scale", "input_encode_scale")
 
 @dataclass(frozen=True)
 class Explanation:
-    """What ran, or would run: the layer, the backend's name, the arithmetic, why, and what speaks against the others."""
+    """What runs a layer: the backend's name, the arithmetic, why, and what speaks against the others."""
 
     layer: str
     backend: str
@@ -49,6 +49,7 @@ class FP4Linear(nn.Module):
     parameter bias (N,). Raises Refusal for sizes that do not fit.
     """
 
+    bias: nn.Parameter | None
     codes: Tensor
     block_scale: Tensor
     encode_scale: Tensor | None
@@ -89,10 +90,12 @@ class FP4Linear(nn.Module):
         if backend != "auto":
             get_backend(backend)
         parts = len(self.output_sizes)
-        self.register_buffer("codes", torch.empty(fmt.codes_shape(out_features, in_features), dtype=torch.uint8,
-                                                  device=device))  # fmt: skip
-        self.register_buffer("block_scale", torch.empty(fmt.scale_shape(out_features, in_features),
-                                                        dtype=fmt.scale_dtype, device=device))  # fmt: skip
+        self.register_buffer(
+            "codes", torch.empty(fmt.codes_shape(out_features, in_features), dtype=torch.uint8, device=device)
+        )
+        self.register_buffer(
+            "block_scale", torch.empty(fmt.scale_shape(out_features, in_features), dtype=fmt.scale_dtype, device=device)
+        )
         scaled = fmt.has_tensor_scale
         one_scale = scaled and activations == "fp4" and recipe == "checkpoint"
         encode = torch.ones(parts, dtype=torch.float32, device=device) if scaled else None
@@ -118,17 +121,28 @@ class FP4Linear(nn.Module):
     ) -> FP4Linear:
         """A layer that holds this weight (not a copy), bias (N,) and input encode scale; options as in __init__."""
         n, k = weight.shape
-        layer = cls(k, n, format=weight.format, bias=bias is not None, output_sizes=weight.output_sizes,
-                    device="meta", **options)  # fmt: skip
+        layer = cls(
+            k,
+            n,
+            format=weight.format,
+            bias=bias is not None,
+            output_sizes=weight.output_sizes,
+            device="meta",
+            **options,
+        )
         layer.codes, layer.block_scale = weight.codes, weight.linear_block_scale()
         if layer.encode_scale is not None:
             stored = weight.encode_scale
             layer.encode_scale = weight.tensor_scale.reciprocal() if stored is None else stored
         if layer.input_encode_scale is not None:
             if input_encode_scale is None:
-                raise refusal("fp4_linear", "W4A4 with the recipe 'checkpoint' needs an input scale.", layer=layer.name,
-                              needs=[("input_encode_scale", "none")],
-                              do="pass it, or take recipe='token' or activations='bf16'")  # fmt: skip
+                raise refusal(
+                    "fp4_linear",
+                    "W4A4 with the recipe 'checkpoint' needs an input scale.",
+                    layer=layer.name,
+                    needs=[("input_encode_scale", "none")],
+                    do="pass it, or take recipe='token' or activations='bf16'",
+                )
             scale = torch.as_tensor(input_encode_scale, dtype=torch.float32, device=weight.device)
             layer.input_encode_scale = scale.reshape(1)
         if bias is not None:
@@ -174,7 +188,7 @@ class FP4Linear(nn.Module):
         device = self.codes.device
         if device.type == "meta":
             return self
-        selection = self._select(self.bias.dtype if self.bias is not None else torch.bfloat16)
+        selection = self._select(torch.bfloat16 if self.bias is None else self.bias.dtype)
         self._backend_name = selection.name
         weight = self.weight_tensor()
         self.tensor_scale = weight.tensor_scale
@@ -242,8 +256,13 @@ class FP4Linear(nn.Module):
             if value not in known:
                 needs.append((f"{word} one of {', '.join(known)}", repr(value)))
         if needs:
-            raise refusal("fp4_linear", "this layer cannot be built.", layer=self.name or None, needs=needs,
-                          do="change the named argument")  # fmt: skip
+            raise refusal(
+                "fp4_linear",
+                "this layer cannot be built.",
+                layer=self.name or None,
+                needs=needs,
+                do="change the named argument",
+            )
 
     def _stamp(self) -> tuple[Any, ...]:
         stored = (self.codes, self.block_scale, self.encode_scale)
@@ -270,7 +289,9 @@ class FP4Linear(nn.Module):
 class RotatedLinear(nn.Linear):
     """An unquantized linear layer behind online transforms: y = rotate(rotate(x) W'^T + b'). Inference only."""
 
-    def __init__(self, linear: nn.Linear, input_transform: Transform | None, output_transform: Transform | None) -> None:
+    def __init__(
+        self, linear: nn.Linear, input_transform: Transform | None, output_transform: Transform | None
+    ) -> None:
         super().__init__(linear.in_features, linear.out_features, bias=False, device="meta")
         self.weight, self.bias = linear.weight, linear.bias
         self.input_transform, self.output_transform = input_transform, output_transform

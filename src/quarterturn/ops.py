@@ -19,13 +19,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from . import checks
 from .backends import Backend, Blocks, Quantizer, Weight, compose, default_backend, get_backend
-from .errors import refusal
-from .formats import E8M0_RULES, RECIPES, FP4Format, get_format
+from .formats import FP4Format, get_format
 from .layouts import BLOCKED_128x4, get_layout
 from .tensor import FP4Tensor
-
-FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 _library = torch.library.Library("quarterturn", "DEF")
 _QUANTIZE = (
@@ -160,107 +158,10 @@ def fp4_matmul(
     )
 
 
-# --- checks -----------------------------------------------------------------------------------------------------------
-
-
 def _encode_tensor(encode_scale: Tensor | float | None, x: Tensor) -> Tensor | None:
     if encode_scale is None or isinstance(encode_scale, Tensor):
         return encode_scale
     return torch.tensor([encode_scale], dtype=torch.float32, device=x.device)
-
-
-def _check_x(op: str, x: Tensor, *others: Tensor | None) -> None:
-    if x.dtype not in FLOATS:
-        raise refusal(op, "x has a dtype that is not run.", needs=[("bfloat16, float16 or float32", str(x.dtype))],
-                      do="convert x")  # fmt: skip
-    _check_rest(op, x, *others)
-
-
-def _check_rest(op: str, x: Tensor, *others: Tensor | None) -> None:
-    if x.dim() == 0:
-        raise refusal(op, "x is a scalar.", needs=[("x (..., K)", "0 dimensions")], do="pass at least a vector")
-    tensors = (x, *(t for t in others if t is not None))
-    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
-        raise refusal(op, "gradients were asked for, and this is for inference only.",
-                      needs=[("no input that requires grad", "one that does")],
-                      do="call it under torch.no_grad() or torch.inference_mode()")  # fmt: skip
-    elsewhere = [t for t in tensors if t.device != x.device]
-    if elsewhere:
-        raise refusal(op, "the inputs lie on different devices.",
-                      needs=[(f"all on {x.device}, as x", str(elsewhere[0].device))],
-                      do="move them to one device")  # fmt: skip
-
-
-def _check_blocks(op: str, k: int, matrix: Tensor | None) -> None:
-    if matrix is None:
-        return
-    if matrix.dim() != 2 or matrix.shape[0] != matrix.shape[1] or not matrix.dtype.is_floating_point:
-        raise refusal(op, "the matrix is not square.",
-                      needs=[("a floating-point (R, R)", f"{matrix.dtype} {tuple(matrix.shape)}")],
-                      do="pass one block; it is used for all")  # fmt: skip
-    if k % matrix.shape[0]:
-        raise refusal(op, "the blocks do not divide the last dimension.",
-                      needs=[(f"K a multiple of R = {matrix.shape[0]}", f"K = {k}")],
-                      do="take a transform size that divides K")  # fmt: skip
-
-
-def _check_quantizer(op: str, k: int, fmt: FP4Format, encode_scale: Tensor | None, recipe: str, rule: str) -> None:
-    if k % fmt.group_size:
-        raise refusal(op, "K is not whole groups.",
-                      needs=[(f"K a multiple of {fmt.group_size} ({fmt.name})", f"K = {k}")],
-                      do="pad the layer to whole groups")  # fmt: skip
-    for word, value, known in (("recipe", recipe, RECIPES), ("E8M0 rule", rule, E8M0_RULES)):
-        if value not in known:
-            raise refusal(op, f"there is no such {word}.", needs=[(f"one of {', '.join(known)}", repr(value))],
-                          do="name one of them")  # fmt: skip
-    if not fmt.has_tensor_scale or recipe != "checkpoint":
-        return
-    if encode_scale is None:
-        raise refusal(op, "the recipe 'checkpoint' needs a scale.", needs=[("encode_scale", "none")],
-                      do="pass the file's input scale, or take recipe='token'")  # fmt: skip
-    if encode_scale.dtype != torch.float32 or encode_scale.numel() != 1:
-        found = f"{encode_scale.dtype}, {encode_scale.numel()} elements"
-        raise refusal(op, "encode_scale does not fit.", needs=[("float32, one element", found)],
-                      do="pass the one number that the file stores")  # fmt: skip
-
-
-def _check_weight(
-    op: str,
-    k: int,
-    weight: Tensor,
-    block_scale: Tensor | None,
-    tensor_scale: Tensor,
-    sizes: list[int],
-    bias: Tensor | None,
-    fmt: FP4Format,
-) -> None:
-    n = weight.shape[0]
-    packed = block_scale is not None
-    needs = []
-    expected = (n, k // 2 if packed else k)
-    if tuple(weight.shape) != expected or (weight.dtype == torch.uint8) != packed:
-        needs.append((f"weight {expected} for K = {k}", f"{weight.dtype} {tuple(weight.shape)}"))
-    if block_scale is not None and tuple(block_scale.shape) != fmt.scale_shape(n, k):
-        needs.append((f"block_scale {fmt.scale_shape(n, k)}", str(tuple(block_scale.shape))))
-    if tensor_scale.numel() != len(sizes) or sum(sizes) != n:
-        found = f"{tensor_scale.numel()} scales for ranges {list(sizes)}"
-        needs.append((f"one tensor scale per output range, ranges that sum to {n}", found))
-    if bias is not None and tuple(bias.shape) != (n,):
-        needs.append((f"bias ({n},)", str(tuple(bias.shape))))
-    if needs:
-        raise refusal(op, "the weight does not fit.", needs=needs, do="check the layer's sizes")
-
-
-def _check_out_dtype(op: str, out_dtype: torch.dtype, fmt: FP4Format | None = None) -> None:
-    if out_dtype not in FLOATS:
-        raise refusal(op, "out_dtype is not run.", needs=[("bfloat16, float16 or float32", str(out_dtype))],
-                      do="choose one of them")  # fmt: skip
-    if fmt is not None and not fmt.has_tensor_scale and out_dtype == torch.float16:
-        raise refusal(op, "MXFP4 values can overflow float16.", needs=[("bfloat16 or float32", "float16")],
-                      do="pass out_dtype=torch.float32")  # fmt: skip
-
-
-# --- operators --------------------------------------------------------------------------------------------------------
 
 
 def _backend(name: str, x: Tensor) -> Backend:
@@ -290,9 +191,9 @@ def _rotate(x: Tensor, matrix: Tensor, factor: float, transpose: bool, out_dtype
 def _rotate_fake(
     x: Tensor, matrix: Tensor, factor: float, transpose: bool, out_dtype: torch.dtype, backend: str
 ) -> Tensor:
-    _check_x("rotate", x, matrix)
-    _check_blocks("rotate", x.shape[-1], matrix)
-    _check_out_dtype("rotate", out_dtype)
+    checks.x("rotate", x, matrix)
+    checks.blocks("rotate", x.shape[-1], matrix)
+    checks.out_dtype("rotate", out_dtype)
     return x.new_empty(x.shape, dtype=out_dtype)
 
 
@@ -322,9 +223,9 @@ def _rotate_quantize(
 def _check_rotate_quantize(
     op: str, x: Tensor, matrix: Tensor | None, fmt: FP4Format, encode_scale: Tensor | None, recipe: str, rule: str
 ) -> None:
-    _check_x(op, x, matrix, encode_scale)
-    _check_blocks(op, x.shape[-1], matrix)
-    _check_quantizer(op, x.shape[-1], fmt, encode_scale, recipe, rule)
+    checks.x(op, x, matrix, encode_scale)
+    checks.blocks(op, x.shape[-1], matrix)
+    checks.quantizer(op, x.shape[-1], fmt, encode_scale, recipe, rule)
 
 
 def _row_count(x: Tensor) -> int:
@@ -376,7 +277,7 @@ def _rotate_quantize_dequantize(
 ) -> tuple[Tensor, Tensor]:
     fmt = get_format(format)
     _check_rotate_quantize("rotate_quantize_dequantize", x, matrix, fmt, encode_scale, recipe, rule)
-    _check_out_dtype("rotate_quantize_dequantize", out_dtype, fmt)
+    checks.out_dtype("rotate_quantize_dequantize", out_dtype, fmt)
     values, tensor_scale = _backend(backend, x).rotate_quantize_dequantize(
         _rows(x), _blocks(matrix, factor, transpose), Quantizer(fmt, encode_scale, recipe, rule), out_dtype
     )
@@ -397,7 +298,7 @@ def _rotate_quantize_dequantize_fake(
 ) -> tuple[Tensor, Tensor]:
     fmt = get_format(format)
     _check_rotate_quantize("rotate_quantize_dequantize", x, matrix, fmt, encode_scale, recipe, rule)
-    _check_out_dtype("rotate_quantize_dequantize", out_dtype, fmt)
+    checks.out_dtype("rotate_quantize_dequantize", out_dtype, fmt)
     return x.new_empty(x.shape, dtype=out_dtype), _tensor_scale_fake(x, fmt, recipe)
 
 
@@ -407,10 +308,7 @@ def _swizzle(scales: Tensor) -> Tensor:
 
 
 def _swizzle_fake(scales: Tensor) -> Tensor:
-    if scales.dim() != 2 or scales.element_size() != 1:
-        raise refusal("swizzle_scales", "these are not block scales.",
-                      needs=[("(rows, cols) of one byte each", f"{scales.dtype} {tuple(scales.shape)}")],
-                      do="merge the leading dimensions")  # fmt: skip
+    checks.block_scales("swizzle_scales", scales)
     return scales.new_empty(BLOCKED_128x4.shape(*scales.shape))
 
 
@@ -435,8 +333,19 @@ def _fp4_matmul(
     out_dtype: torch.dtype,
     backend: str,
 ) -> Tensor:
-    _fp4_matmul_fake(x, x_block_scale, x_tensor_scale, weight, block_scale, tensor_scale, output_sizes, bias, format,
-                     out_dtype, backend)  # fmt: skip
+    _fp4_matmul_fake(
+        x,
+        x_block_scale,
+        x_tensor_scale,
+        weight,
+        block_scale,
+        tensor_scale,
+        output_sizes,
+        bias,
+        format,
+        out_dtype,
+        backend,
+    )
     operand = Weight(weight, block_scale, tensor_scale, tuple(output_sizes), get_format(format))
     x_scales = None if x_block_scale is None else _rows(x_block_scale)
     y = _backend(backend, x).matmul(_rows(x), x_scales, x_tensor_scale, operand, bias, out_dtype)
@@ -459,23 +368,15 @@ def _fp4_matmul_fake(
     op, fmt = "fp4_matmul", get_format(format)
     others = (x_block_scale, x_tensor_scale, weight, block_scale, tensor_scale, bias)
     if x.dtype == torch.uint8:
-        _check_rest(op, x, *others)
+        checks.rest(op, x, *others)
         k = x.shape[-1] * 2
-        expected = (*x.shape[:-1], k // fmt.group_size)
-        found = "none" if x_block_scale is None else str(tuple(x_block_scale.shape))
-        if x_block_scale is None or x_tensor_scale is None or tuple(x_block_scale.shape) != expected:
-            raise refusal(op, "packed x needs its scales.",
-                          needs=[(f"x_block_scale {expected} and x_tensor_scale", found)],
-                          do="pass what rotate_quantize returned, in the linear layout")  # fmt: skip
+        checks.packed_x(op, x, x_block_scale, x_tensor_scale, fmt)
     else:
-        _check_x(op, x, *others)
+        checks.x(op, x, *others)
         k = x.shape[-1]
-    if x_tensor_scale is not None and x_tensor_scale.numel() not in (1, _row_count(x)):
-        raise refusal(op, "x_tensor_scale does not fit.",
-                      needs=[(f"one element or {_row_count(x)}", f"{x_tensor_scale.numel()}")],
-                      do="pass one per tensor or one per row")  # fmt: skip
-    _check_weight(op, k, weight, block_scale, tensor_scale, output_sizes, bias, fmt)
-    _check_out_dtype(op, out_dtype)
+    checks.x_tensor_scale(op, x_tensor_scale, _row_count(x))
+    checks.weight(op, k, weight, block_scale, tensor_scale, output_sizes, bias, fmt)
+    checks.out_dtype(op, out_dtype)
     return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=out_dtype)
 
 
@@ -500,8 +401,21 @@ def _fp4_linear(
     backend: str,
 ) -> Tensor:
     fmt = get_format(format)
-    _check_linear(x, weight, block_scale, tensor_scale, output_sizes, bias, fmt, input_matrix, output_matrix, quantize,
-                  encode_scale, recipe, rule)  # fmt: skip
+    _check_linear(
+        x,
+        weight,
+        block_scale,
+        tensor_scale,
+        output_sizes,
+        bias,
+        fmt,
+        input_matrix,
+        output_matrix,
+        quantize,
+        encode_scale,
+        recipe,
+        rule,
+    )
     y = compose.linear(
         _backend(backend, x),
         _rows(x),
@@ -530,13 +444,13 @@ def _check_linear(
     rule: str,
 ) -> None:
     op = "fp4_linear"
-    _check_x(op, x, weight, block_scale, tensor_scale, bias, input_matrix, output_matrix, encode_scale)
+    checks.x(op, x, weight, block_scale, tensor_scale, bias, input_matrix, output_matrix, encode_scale)
     k = x.shape[-1]
-    _check_blocks(op, k, input_matrix)
-    _check_weight(op, k, weight, block_scale, tensor_scale, output_sizes, bias, fmt)
-    _check_blocks(op, weight.shape[0], output_matrix)
+    checks.blocks(op, k, input_matrix)
+    checks.weight(op, k, weight, block_scale, tensor_scale, output_sizes, bias, fmt)
+    checks.blocks(op, weight.shape[0], output_matrix)
     if quantize:
-        _check_quantizer(op, k, fmt, encode_scale, recipe, rule)
+        checks.quantizer(op, k, fmt, encode_scale, recipe, rule)
 
 
 def _fp4_linear_fake(
@@ -559,8 +473,21 @@ def _fp4_linear_fake(
     rule: str,
     backend: str,
 ) -> Tensor:
-    _check_linear(x, weight, block_scale, tensor_scale, output_sizes, bias, get_format(format), input_matrix,
-                  output_matrix, quantize, encode_scale, recipe, rule)  # fmt: skip
+    _check_linear(
+        x,
+        weight,
+        block_scale,
+        tensor_scale,
+        output_sizes,
+        bias,
+        get_format(format),
+        input_matrix,
+        output_matrix,
+        quantize,
+        encode_scale,
+        recipe,
+        rule,
+    )
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 

@@ -16,7 +16,7 @@ import math
 import torch
 from torch import Tensor
 
-from .formats import E2M1_VALUES, E4M3_MAX, E4M3_NAN, E8M0_BIAS, E8M0_NAN, INV6, FP4Format, get_format
+from .formats import E2M1_VALUES, E4M3_MAX, E8M0_BIAS, E8M0_NAN, INV6, FP4Format, get_format
 
 _FP32_MAX = torch.finfo(torch.float32).max
 _E2M1_MAGNITUDES = torch.tensor(E2M1_VALUES[:8], dtype=torch.float64)
@@ -205,7 +205,7 @@ def linear(
     recipe: str = "checkpoint",
     rule: str = "even",
 ) -> Tensor:
-    """A whole layer in float64, x (M, K) -> (M, N): transform, quantize (or round z to x.dtype), product, bias, turn."""
+    """A whole layer in float64, x (M, K) -> (M, N): transform, quantize or round z to x.dtype, product, bias, turn."""
     fmt = get_format(format)
     if activations == "fp4":
         transform = input_transform or (None, 1.0, False)

@@ -99,10 +99,7 @@ class FP4Tensor:
 
     def row_scale(self) -> Tensor:
         """The tensor scale of each output row, fp32 (N, 1) (or (1, 1) where all rows share one)."""
-        if len(self.output_sizes) == 1:
-            return self.tensor_scale.view(1, 1)
-        sizes = torch.tensor(self.output_sizes, device=self.tensor_scale.device)
-        return self.tensor_scale.repeat_interleave(sizes, output_size=self.shape[0]).view(-1, 1)
+        return per_output(self.tensor_scale, self.output_sizes).view(-1, 1)
 
     def validate(self, name: str = "weight") -> FP4Tensor:
         """Return self if shapes, dtypes and scales agree with the format and are finite; raise Refusal otherwise."""
@@ -116,8 +113,11 @@ class FP4Tensor:
         if tuple(self.block_scale.shape) != expected or self.block_scale.dtype != fmt.scale_dtype:
             found = f"{self.block_scale.dtype} {tuple(self.block_scale.shape)}"
             problems.append((f"block_scale {fmt.scale_dtype} {expected}", found))
-        elif bool((self.block_scale.view(torch.uint8) & 0x7F if fmt.has_tensor_scale else self.block_scale)
-                  .eq(fmt.nan_byte).any()):
+        elif bool(
+            (self.block_scale.view(torch.uint8) & 0x7F if fmt.has_tensor_scale else self.block_scale)
+            .eq(fmt.nan_byte)
+            .any()
+        ):
             problems.append(("block scales that are numbers", f"NaN bytes ({fmt.nan_byte:#x})"))
         if sum(self.output_sizes) != n or self.tensor_scale.numel() != len(self.output_sizes):
             found = f"output_sizes {self.output_sizes}, {self.tensor_scale.numel()} scales"
@@ -125,9 +125,21 @@ class FP4Tensor:
         if not bool(torch.isfinite(self.tensor_scale).all() and (self.tensor_scale > 0).all()):
             problems.append(("finite positive tensor scales", str(self.tensor_scale.tolist())))
         if problems:
-            raise refusal("fp4 tensor", "the parts do not fit.", tensor=name, needs=problems,
-                          do="check the file or the code that made it")
+            raise refusal(
+                "fp4 tensor",
+                "the parts do not fit.",
+                tensor=name,
+                needs=problems,
+                do="check the file or the code that made it",
+            )
         return self
+
+
+def per_output(scale: Tensor, output_sizes: tuple[int, ...]) -> Tensor:
+    """One number per range (P,) -> one per output (N,); (1,) where there is one range. Nothing leaves the device."""
+    if len(output_sizes) == 1:
+        return scale
+    return torch.cat([part.expand(size) for part, size in zip(scale, output_sizes, strict=True)])
 
 
 def decode_block_scale(block_scale: Tensor, format: FP4Format) -> Tensor:

@@ -169,7 +169,7 @@ def _paley_base(size: int) -> int | None:
 
 
 def _paley_prime(order: int) -> tuple[int, int] | None:
-    """(q, type) of Paley's construction of `order`: type 1 for q + 1, q = 3 mod 4; type 2 for 2 (q + 1), q = 1 mod 4."""
+    """(q, type) of Paley's construction: type 1 is q + 1 for q = 3 mod 4, type 2 is 2 (q + 1) for q = 1 mod 4."""
     if order % 4 == 0 and (order - 1) % 4 == 3 and _is_prime(order - 1):
         return order - 1, 1
     if order % 4 == 0 and (order // 2 - 1) % 4 == 1 and _is_prime(order // 2 - 1):
@@ -209,7 +209,9 @@ def _is_hadamard(m: Tensor) -> bool:
 def _inverse(m: Tensor) -> Tensor:
     gram = m @ m.T
     scale = gram[0, 0]
-    if scale > 0 and torch.allclose(gram, torch.eye(len(m), dtype=m.dtype, device=m.device) * scale, rtol=0, atol=1e-14):
+    if scale > 0 and torch.allclose(
+        gram, torch.eye(len(m), dtype=m.dtype, device=m.device) * scale, rtol=0, atol=1e-14
+    ):
         return m.T / scale
     inverse, info = torch.linalg.inv_ex(m)
     if int(info) or not bool(torch.isfinite(inverse).all()) or float(torch.linalg.cond(m)) > 1e12:
@@ -231,5 +233,9 @@ def _per_block(x: Tensor, block: Tensor, operation: str) -> Tensor:
 
 
 def _bad_matrix(needed: str, found: str) -> Refusal:
-    return refusal("transform", "this matrix cannot be a transform.", needs=[(needed, found)],
-                   do="give a finite invertible square matrix")
+    return refusal(
+        "transform",
+        "this matrix cannot be a transform.",
+        needs=[(needed, found)],
+        do="give a finite invertible square matrix",
+    )

@@ -1,9 +1,9 @@
 """The ways to run, in the order automatic choice tries them, and the one function that chooses.
 
 A backend is a module with five parts: a docstring table (needs, provides, does not), `missing(device, capability)` for
-the machine, `refuses(problem)` for the layer, `prepare(weight, ...)`, and the ops (one that fuses a whole layer also has
-`linear`, see compose.py). Both questions are answered with a list of reasons; an empty list means yes. Automatic choice takes the first backend with no reason against it. An
-explicit choice is run or refused, never replaced.
+the machine, `refuses(problem)` for the layer, `prepare(weight, ...)`, and the ops (one that fuses a whole layer also
+has `linear`, see compose.py). Both questions are answered with a list of reasons; an empty list means yes. Automatic
+choice takes the first backend with no reason against it. An explicit choice is run or refused, never replaced.
 """
 
 from __future__ import annotations

@@ -227,7 +227,9 @@ def _scaled(z: Tensor, quantizer: Quantizer, encode: Tensor, tensor_scale: Tenso
 def _e8m0(amax: Tensor, rule: str) -> Tensor:
     """Scale bytes of fp32 group maxima; byte 255 for those that are not finite, 0 for zero."""
     finite = amax.isfinite()
-    mantissa, exponent = torch.frexp(torch.where(finite, amax, 1.0).double())  # amax = mantissa * 2^exponent, in [.5, 1)
+    mantissa, exponent = torch.frexp(
+        torch.where(finite, amax, 1.0).double()
+    )  # amax = mantissa * 2^exponent, in [.5, 1)
     floor_log2 = exponent - 1
     if rule == "even":
         power = floor_log2 + (mantissa >= 0.875) - 2

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ..tensor import per_output
+
 if TYPE_CHECKING:
     from . import Backend, Blocks, Quantizer, Weight
 
@@ -46,10 +48,7 @@ def epilogue(
 ) -> Tensor:
     """acc fp32 (M, N), overwritten -> (acc * (x.tensor_scale * w.tensor_scale) + bias) of out_dtype, one rounding."""
     if weight.format.has_tensor_scale or x_tensor_scale is not None:
-        alpha = weight.tensor_scale
-        if len(weight.output_sizes) > 1:
-            sizes = torch.tensor(weight.output_sizes, device=alpha.device)
-            alpha = alpha.repeat_interleave(sizes, output_size=acc.shape[1])
+        alpha = per_output(weight.tensor_scale, weight.output_sizes)
         if x_tensor_scale is not None:
             alpha = alpha * x_tensor_scale.view(-1, 1)
         acc.mul_(alpha)

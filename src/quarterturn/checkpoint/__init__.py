@@ -4,11 +4,13 @@ The only place that knows what a file calls things, and that the tensor scales a
 
     files.py    a folder of safetensors: what is in it, by its headers alone
     config.py   config.json: groups of layers and transforms, parsed by compressed-tensors' own classes
-    read.py     both together, layer by layer, with every disagreement refused
+    stored.py   the matrices of online transforms
+    read.py     all together, layer by layer, with every disagreement refused
 """
 
 from .files import TensorInfo, resolve
-from .read import Checkpoint, LayerSpec, StoredTransform, open_checkpoint, recognise
+from .read import Checkpoint, LayerSpec, open_checkpoint, recognise
+from .stored import StoredTransform
 
 __all__ = [
     "Checkpoint",

@@ -78,15 +78,25 @@ def parse(entry: dict[str, Any], file: Path) -> QuantConfig:
     """Parse a compressed-tensors entry. Raises CheckpointRefusal, naming the group or scheme, for what is not run."""
     from_ct, transform_class = _classes()
     raw_transforms = entry.get("transform_config") or {}
-    plain = {key: value for key, value in entry.items() if key not in ("transform_config", "sparsity_config", "version")}
+    plain = {
+        key: value for key, value in entry.items() if key not in ("transform_config", "sparsity_config", "version")
+    }
     parsed = _validated(from_ct, plain, file, "quantization_config")
     sparsity = entry.get("sparsity_config") or {}
     if sparsity.get("format", "dense") != "dense":
-        raise refuse(file, "sparse weights are not run.", [("dense weights", f"sparsity {sparsity['format']}")],
-                     "decompress the sparsity first")  # fmt: skip
+        raise refuse(
+            file,
+            "sparse weights are not run.",
+            [("dense weights", f"sparsity {sparsity['format']}")],
+            "decompress the sparsity first",
+        )
     if parsed.kv_cache_scheme is not None:
-        raise refuse(file, "a quantized KV cache is not run.", [("kv_cache_scheme: none", "a scheme")],
-                     "make the checkpoint without it, or serve it with vLLM")  # fmt: skip
+        raise refuse(
+            file,
+            "a quantized KV cache is not run.",
+            [("kv_cache_scheme: none", "a scheme")],
+            "make the checkpoint without it, or serve it with vLLM",
+        )
     groups = tuple(_group(name, scheme, parsed.format, file) for name, scheme in parsed.config_groups.items())
     schemes: tuple[Scheme, ...] = ()
     # Files without transforms hold an empty entry, which the class refuses.
@@ -117,8 +127,12 @@ def _validated(cls: Any, raw: dict[str, Any], file: Path, what: str) -> Any:
         return cls.model_validate(raw)
     except (ValueError, NotImplementedError, KeyError, TypeError) as error:  # pydantic's error is a ValueError
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        raise refuse(file, f"compressed-tensors does not accept the {what}.", [("a valid one", "; ".join(lines[:4]))],
-                     "check that the file is whole, or install a newer compressed-tensors") from error  # fmt: skip
+        raise refuse(
+            file,
+            f"compressed-tensors does not accept the {what}.",
+            [("a valid one", "; ".join(lines[:4]))],
+            "check that the file is whole, or install a newer compressed-tensors",
+        ) from error
 
 
 def _group(name: str, scheme: Any, default_format: str, file: Path) -> Group:
@@ -126,13 +140,21 @@ def _group(name: str, scheme: Any, default_format: str, file: Path) -> Group:
     fmt = FORMAT_NAMES.get(written)
     if fmt is None:
         known = " or ".join(FORMAT_NAMES)
-        raise refuse(file, f"group '{name}' has a format that is not run.", [(known, str(written))],
-                     "make the checkpoint with FP4 groups only; other groups are for vLLM")  # fmt: skip
+        raise refuse(
+            file,
+            f"group '{name}' has a format that is not run.",
+            [(known, str(written))],
+            "make the checkpoint with FP4 groups only; other groups are for vLLM",
+        )
     where = f"group '{name}'"
     _check_arguments(f"{where}, weights", scheme.weights, fmt, file, weights=True)
     if scheme.output_activations is not None:
-        raise refuse(file, f"{where} quantizes outputs, which is not run.", [("output_activations: none", "a scheme")],
-                     "make the checkpoint without it")  # fmt: skip
+        raise refuse(
+            file,
+            f"{where} quantizes outputs, which is not run.",
+            [("output_activations: none", "a scheme")],
+            "make the checkpoint without it",
+        )
     if scheme.input_activations is not None:
         _check_arguments(f"{where}, input activations", scheme.input_activations, fmt, file, weights=False)
     return Group(name, fmt, "bf16" if scheme.input_activations is None else "fp4", tuple(scheme.targets))
@@ -163,15 +185,22 @@ def _check_arguments(where: str, args: Any, fmt: FP4Format, file: Path, *, weigh
 
 def _scheme(name: str, scheme: Any, file: Path) -> Scheme:
     if scheme.type not in TRANSFORM_TYPES:
-        raise refuse(file, f"transform '{name}' has a type that is not known.",
-                     [(f"one of {', '.join(TRANSFORM_TYPES)}", str(scheme.type))], "update quarterturn")  # fmt: skip
+        raise refuse(
+            file,
+            f"transform '{name}' has a type that is not known.",
+            [(f"one of {', '.join(TRANSFORM_TYPES)}", str(scheme.type))],
+            "update quarterturn",
+        )
     apply = []
     for args in scheme.apply:
         location = getattr(args.location, "value", args.location)
         if location in ONLINE:
             apply.append(Apply(location, bool(args.inverse), tuple(args.targets), tuple(args.ignore)))
         elif location not in OFFLINE:
-            raise refuse(file, f"transform '{name}' applies to '{location}', which is not run.",
-                         [(f"one of {', '.join(ONLINE + OFFLINE)}", f"{location} of {', '.join(args.targets)}")],
-                         "make the checkpoint without the rotation of attention states (R3)")  # fmt: skip
+            raise refuse(
+                file,
+                f"transform '{name}' applies to '{location}', which is not run.",
+                [(f"one of {', '.join(ONLINE + OFFLINE)}", f"{location} of {', '.join(args.targets)}")],
+                "make the checkpoint without the rotation of attention states (R3)",
+            )
     return Scheme(name, scheme.type, scheme.head_dim, bool(scheme.randomize), tuple(apply))

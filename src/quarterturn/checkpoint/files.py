@@ -53,7 +53,7 @@ class TensorInfo:
 
 
 def resolve(path: str | Path) -> Path:
-    """A local folder as it is, or the local copy of a hub repository. Raises CheckpointRefusal where there is neither."""
+    """A local folder as it is, or the local copy of a hub repository; CheckpointRefusal where there is neither."""
     folder = Path(path)
     if folder.is_dir():
         return folder
@@ -71,8 +71,12 @@ def resolve(path: str | Path) -> Path:
     except (OSError, HFValidationError) as error:  # the hub's errors are OSErrors
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         needs = [("a local folder or a hub repository that can be fetched", reason)]
-        raise refuse(path, "the model is not here, and not to be had from the hub.", needs,
-                     "check the name, or give the path of a local folder") from error  # fmt: skip
+        raise refuse(
+            path,
+            "the model is not here, and not to be had from the hub.",
+            needs,
+            "check the name, or give the path of a local folder",
+        ) from error
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -96,21 +100,32 @@ def list_tensors(folder: Path) -> dict[str, TensorInfo]:
         return read_header(_single_file(folder))
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
-        raise refuse(index, "the index names no files.", [("weight_map: tensor -> file", repr(type(weight_map)))],
-                     "fetch it again")  # fmt: skip
+        raise refuse(
+            index,
+            "the index names no files.",
+            [("weight_map: tensor -> file", repr(type(weight_map)))],
+            "fetch it again",
+        )
     headers = {shard: read_header(_inside(folder, shard, index)) for shard in sorted(set(weight_map.values()))}
     tensors: dict[str, TensorInfo] = {}
     for name, shard in weight_map.items():
         if name not in headers[shard]:
-            raise refuse(folder / shard, "the index and the file disagree.", [(f"tensor {name}", "no such tensor")],
-                         "fetch both again")  # fmt: skip
+            raise refuse(
+                folder / shard,
+                "the index and the file disagree.",
+                [(f"tensor {name}", "no such tensor")],
+                "fetch both again",
+            )
         tensors[name] = headers[shard][name]
     for shard, header in headers.items():
         for name in header:
             if name not in weight_map:
-                raise refuse(folder / shard, "the index and the file disagree.",
-                             [(f"{name} in the index", "a tensor that the index does not name")],
-                             "fetch both again")  # fmt: skip
+                raise refuse(
+                    folder / shard,
+                    "the index and the file disagree.",
+                    [(f"{name} in the index", "a tensor that the index does not name")],
+                    "fetch both again",
+                )
     return tensors
 
 
@@ -127,18 +142,27 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
     except (OSError, ValueError) as error:
         raise refuse(file, "this is no safetensors file.", [("a JSON header", str(error))], "fetch it again") from error
     if header is None or not isinstance(header, dict):
-        raise refuse(file, "this is no safetensors file, or it is cut off.",
-                     [("a header inside the file", f"{size} bytes")], "fetch it again")  # fmt: skip
+        raise refuse(
+            file,
+            "this is no safetensors file, or it is cut off.",
+            [("a header inside the file", f"{size} bytes")],
+            "fetch it again",
+        )
     header.pop("__metadata__", None)
     try:
         end = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
         infos = {name: TensorInfo(file, e["dtype"], tuple(e["shape"])) for name, e in header.items()}
     except (KeyError, TypeError, IndexError) as error:
-        raise refuse(file, "the header is broken.", [("dtype, shape, data_offsets", str(error))],
-                     "fetch it again") from error  # fmt: skip
+        raise refuse(
+            file, "the header is broken.", [("dtype, shape, data_offsets", str(error))], "fetch it again"
+        ) from error
     if end != size:
-        raise refuse(file, "the file is cut off." if end > size else "the file is longer than its header says.",
-                     [(f"{end} bytes", f"{size} bytes")], "fetch it again")  # fmt: skip
+        raise refuse(
+            file,
+            "the file is cut off." if end > size else "the file is longer than its header says.",
+            [(f"{end} bytes", f"{size} bytes")],
+            "fetch it again",
+        )
     return infos
 
 
@@ -164,9 +188,14 @@ class TensorReader:
             raise refuse(info.file, "a tensor cannot be read.", needs, "fetch the file again") from error
 
 
+def read_tensor(name: str, info: TensorInfo) -> Tensor:
+    """One tensor by itself; a TensorReader keeps the files open for more."""
+    return TensorReader().read(name, info)
+
+
 def refuse(file: object, headline: str, needs: list[tuple[str, str]], do: str, **where: str) -> CheckpointRefusal:
     """A CheckpointRefusal about a file (not raised)."""
-    made = refusal("load", headline, file=file, needs=needs, do=do, kind=CheckpointRefusal, **where)  # type: ignore[arg-type]
+    made = refusal("load", headline, file=file, needs=needs, do=do, kind=CheckpointRefusal, **where)
     assert isinstance(made, CheckpointRefusal)
     return made
 
@@ -179,14 +208,22 @@ def _single_file(folder: Path) -> Path:
         return folder / found[0]
     others = sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth", "*.gguf") for p in folder.glob(pattern))
     what = f"only {', '.join(others[:3])}" if others else (", ".join(found[:3]) or "no weights")
-    raise refuse(folder, "there are no weights that can be read.", [(f"{SINGLE} or {INDEX}", what)],
-                 "convert the weights to safetensors; other files can run code and are not opened")  # fmt: skip
+    raise refuse(
+        folder,
+        "there are no weights that can be read.",
+        [(f"{SINGLE} or {INDEX}", what)],
+        "convert the weights to safetensors; other files can run code and are not opened",
+    )
 
 
 def _inside(folder: Path, shard: str, index: Path) -> Path:
     # The name is judged, not where it leads: a hub cache holds links to files elsewhere, and they are its own.
     parts = PurePosixPath(shard).parts
     if "\\" in shard or PurePosixPath(shard).is_absolute() or ".." in parts or not shard.endswith(".safetensors"):
-        raise refuse(index, "the index points outside the folder.", [("a .safetensors file inside it", shard)],
-                     "do not use this checkpoint before you know who made it")  # fmt: skip
+        raise refuse(
+            index,
+            "the index points outside the folder.",
+            [("a .safetensors file inside it", shard)],
+            "do not use this checkpoint before you know who made it",
+        )
     return folder / shard

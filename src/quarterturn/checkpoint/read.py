@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import Refusal
 from ..formats import FP4Format
 from ..tensor import FP4Tensor
 from ..transforms import Transform
 from .config import OFFLINE, ONLINE, Apply, Group, QuantConfig, Scheme, matches, parse, quantization_entry
 from .files import DTYPES, TensorInfo, TensorReader, list_tensors, read_json, refuse, resolve
+from .stored import StoredTransform, stored_transforms
 
 PACKED, SCALE = "weight_packed", "weight_scale"
 WEIGHT_ENCODE, INPUT_ENCODE = "weight_global_scale", "input_global_scale"
@@ -37,20 +37,6 @@ class LayerSpec:
     input_transform: Transform | None = None
     output_transform: Transform | None = None
     scheme_names: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class StoredTransform:
-    """A matrix as the file holds it, under the first module that uses it."""
-
-    scheme: str
-    location: str
-    module: str
-    tensor: str
-    size: int
-    inverse: bool
-    transform: Transform
-    """In the direction of the scheme, before any `inverse` of an apply entry."""
 
 
 @dataclass
@@ -112,16 +98,30 @@ class Checkpoint:
         usable = [t for t in usable if f"{t.module}.{t.scheme}_{t.location}" == own] or usable
         if not usable:
             needs = [(f"a {size} x {size} matrix of '{scheme.name}' ({own}.weight or shared)", "none in the file")]
-            raise refuse(self.path, "an online transform has no matrix.", needs,
-                         "make the checkpoint again with the matrices saved", layer=name)  # fmt: skip
+            raise refuse(
+                self.path,
+                "an online transform has no matrix.",
+                needs,
+                "make the checkpoint again with the matrices saved",
+                layer=name,
+            )
         if any(not torch.equal(t.transform.matrix, usable[0].transform.matrix) for t in usable[1:]):
             owners = ", ".join(t.tensor for t in usable[:4])
-            raise refuse(self.path, "several matrices could be meant.", [(f"one for '{own}'", owners)],
-                         "store the matrix under each layer that uses it", layer=name)  # fmt: skip
+            raise refuse(
+                self.path,
+                "several matrices could be meant.",
+                [(f"one for '{own}'", owners)],
+                "store the matrix under each layer that uses it",
+                layer=name,
+            )
         if width % size:
-            raise refuse(self.path, "a transform does not fit its layer.",
-                         [(f"a size that divides {width}", f"'{scheme.name}' of {size}")],
-                         "make the checkpoint with another block size", layer=name)  # fmt: skip
+            raise refuse(
+                self.path,
+                "a transform does not fit its layer.",
+                [(f"a size that divides {width}", f"'{scheme.name}' of {size}")],
+                "make the checkpoint with another block size",
+                layer=name,
+            )
         stored = usable[0].transform
         return stored.inverse() if apply.inverse and scheme.type != "random-matrix" else stored
 
@@ -138,8 +138,11 @@ def recognise(path: str | Path) -> str:
     method = str(entry.get("quant_method", "unknown"))
     if method != "compressed-tensors":
         return method
-    names = [g.get("format") or entry.get("format") for g in (entry.get("config_groups") or {}).values()
-             if isinstance(g, dict)]  # fmt: skip
+    names = [
+        g.get("format") or entry.get("format")
+        for g in (entry.get("config_groups") or {}).values()
+        if isinstance(g, dict)
+    ]
     kinds = {str(name) for name in names} or {str(entry.get("format"))}
     return "compressed-tensors " + " + ".join(sorted(kinds))
 
@@ -157,11 +160,15 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     entry = quantization_entry(config)
     assert entry is not None
     checkpoint = Checkpoint(folder, config, parse(entry, file), list_tensors(folder))
-    checkpoint.transforms = _stored_transforms(checkpoint)
+    checkpoint.transforms = stored_transforms(checkpoint.quant, checkpoint.tensors, checkpoint.read)
     names = [name.removesuffix(f".{PACKED}") for name in checkpoint.tensors if name.endswith(f".{PACKED}")]
     if not names:
-        raise refuse(folder, "no layer is packed FP4.", [(f"tensors named *.{PACKED}", "none")],
-                     "check that this is the compressed model")  # fmt: skip
+        raise refuse(
+            folder,
+            "no layer is packed FP4.",
+            [(f"tensors named *.{PACKED}", "none")],
+            "check that this is the compressed model",
+        )
     for name in names:
         checkpoint.layers[name] = _layer(checkpoint, name)
     _check_strays(checkpoint)
@@ -181,8 +188,13 @@ def _refuse_foreign(kind: str, file: Path) -> None:
 def _layer(checkpoint: Checkpoint, name: str) -> LayerSpec:
     info = checkpoint.tensors[f"{name}.{PACKED}"]
     if len(info.shape) != 2:
-        raise refuse(info.file, "a weight is misshapen.", [("two dimensions (N, K/2)", str(info.shape))],
-                     "check the model; fused 3-D experts are not read", tensor=f"{name}.{PACKED}")  # fmt: skip
+        raise refuse(
+            info.file,
+            "a weight is misshapen.",
+            [("two dimensions (N, K/2)", str(info.shape))],
+            "check the model; fused 3-D experts are not read",
+            tensor=f"{name}.{PACKED}",
+        )
     n, k = info.shape[0], info.shape[1] * 2
     stand_in = torch.nn.Linear(k, n, bias=False, device="meta")
     group = _group_of(checkpoint, name, stand_in)
@@ -196,22 +208,36 @@ def _layer(checkpoint: Checkpoint, name: str) -> LayerSpec:
 def _group_of(checkpoint: Checkpoint, name: str, stand_in: torch.nn.Module) -> Group:
     quant = checkpoint.quant
     if quant.ignore and matches(name, stand_in, quant.ignore):
-        raise refuse(checkpoint.path, "config and tensors disagree.", [("an unquantized layer (it is in ignore)", PACKED)],
-                     "take the layer out of ignore, or store it unquantized", layer=name)  # fmt: skip
+        raise refuse(
+            checkpoint.path,
+            "config and tensors disagree.",
+            [("an unquantized layer (it is in ignore)", PACKED)],
+            "take the layer out of ignore, or store it unquantized",
+            layer=name,
+        )
     for group in quant.groups:
         if matches(name, stand_in, group.targets):
             return group
     targets = "; ".join(f"{g.name}: {', '.join(g.targets)}" for g in quant.groups)
-    raise refuse(checkpoint.path, "config and tensors disagree.",
-                 [("a config group whose targets match this packed layer", targets or "no groups")],
-                 "check targets in config.json", layer=name)  # fmt: skip
+    raise refuse(
+        checkpoint.path,
+        "config and tensors disagree.",
+        [("a config group whose targets match this packed layer", targets or "no groups")],
+        "check targets in config.json",
+        layer=name,
+    )
 
 
 def _check_tensors(checkpoint: Checkpoint, name: str, group: Group, n: int, k: int, has_bias: bool) -> None:
     fmt = group.format
     if k % fmt.group_size:
-        raise refuse(checkpoint.path, "a layer is not whole groups.", [(f"K a multiple of {fmt.group_size}", f"K = {k}")],
-                     "check the file", layer=name)  # fmt: skip
+        raise refuse(
+            checkpoint.path,
+            "a layer is not whole groups.",
+            [(f"K a multiple of {fmt.group_size}", f"K = {k}")],
+            "check the file",
+            layer=name,
+        )
     expected: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {
         PACKED: (("U8",), fmt.codes_shape(n, k)),
         SCALE: (("F8_E4M3",) if fmt.has_tensor_scale else ("U8",), fmt.scale_shape(n, k)),
@@ -226,21 +252,43 @@ def _check_tensors(checkpoint: Checkpoint, name: str, group: Group, n: int, k: i
         full = f"{name}.{suffix}"
         info = checkpoint.tensors.get(full)
         if info is None:
-            found = f"'{group.name}' says {fmt.name} {'W4A4' if group.activations == 'fp4' else 'W4A16'}, no such tensor"
-            raise refuse(checkpoint.path, "a tensor is missing.", [(f"{full} {dtypes[0]} {shape}", found)],
-                         "make or fetch the checkpoint again", layer=name)  # fmt: skip
+            found = (
+                f"'{group.name}' says {fmt.name} {'W4A4' if group.activations == 'fp4' else 'W4A16'}, no such tensor"
+            )
+            raise refuse(
+                checkpoint.path,
+                "a tensor is missing.",
+                [(f"{full} {dtypes[0]} {shape}", found)],
+                "make or fetch the checkpoint again",
+                layer=name,
+            )
         scalar = math.prod(shape) == 1 and math.prod(info.shape) == 1
         if info.dtype not in dtypes or (info.shape != shape and not scalar):
-            raise refuse(info.file, "a tensor is misshapen.", [(f"{' or '.join(dtypes)} {shape}", f"{info.dtype} {info.shape}")],
-                         "make or fetch the checkpoint again", tensor=full)  # fmt: skip
+            raise refuse(
+                info.file,
+                "a tensor is misshapen.",
+                [(f"{' or '.join(dtypes)} {shape}", f"{info.dtype} {info.shape}")],
+                "make or fetch the checkpoint again",
+                tensor=full,
+            )
         if suffix in (WEIGHT_ENCODE, INPUT_ENCODE):
             value = float(checkpoint.read(full))
             if not (math.isfinite(value) and value > 0 and 0 < 1 / value < math.inf):
-                raise refuse(info.file, "a tensor scale is no scale.", [("a finite positive number", str(value))],
-                             "make or fetch the checkpoint again", tensor=full)  # fmt: skip
+                raise refuse(
+                    info.file,
+                    "a tensor scale is no scale.",
+                    [("a finite positive number", str(value))],
+                    "make or fetch the checkpoint again",
+                    tensor=full,
+                )
     if f"{name}.weight" in checkpoint.tensors:
-        raise refuse(checkpoint.path, "config and tensors disagree.",
-                     [("one weight", f"both {name}.weight and {name}.{PACKED}")], "check the file", layer=name)  # fmt: skip
+        raise refuse(
+            checkpoint.path,
+            "config and tensors disagree.",
+            [("one weight", f"both {name}.weight and {name}.{PACKED}")],
+            "check the file",
+            layer=name,
+        )
 
 
 def _check_strays(checkpoint: Checkpoint) -> None:
@@ -254,64 +302,16 @@ def _check_strays(checkpoint: Checkpoint) -> None:
         for cut in range(len(parts) - 1, 0, -1):
             layer, rest = ".".join(parts[:cut]), ".".join(parts[cut:])
             if layer in checkpoint.layers and rest not in known:
-                raise refuse(info.file, "config and tensors disagree.",
-                             [("a tensor that the config explains", f"{tensor} {info.dtype} {info.shape}")],
-                             "check quantization_config in config.json: a transform may have been dropped from it",
-                             layer=layer)  # fmt: skip
+                raise refuse(
+                    info.file,
+                    "config and tensors disagree.",
+                    [("a tensor that the config explains", f"{tensor} {info.dtype} {info.shape}")],
+                    "check quantization_config in config.json: a transform may have been dropped from it",
+                    layer=layer,
+                )
     for name, spec in checkpoint.layers.items():
         if spec.activations == "bf16" and f"{name}.{INPUT_ENCODE}" in checkpoint.tensors:
             checkpoint.notes.append(f"{name}: has an input scale, but its group leaves activations as they are (W4A16)")
-
-
-def _stored_transforms(checkpoint: Checkpoint) -> list[StoredTransform]:
-    stored = []
-    for scheme in checkpoint.quant.schemes:
-        for location in ("input", "output"):
-            suffix = f".{scheme.name}_{location}.weight"
-            for tensor, info in checkpoint.tensors.items():
-                if tensor.endswith(suffix):
-                    module = tensor.removesuffix(suffix)
-                    stored.append(_stored_transform(checkpoint, scheme, location, module, tensor, info))
-    return stored
-
-
-def _stored_transform(
-    checkpoint: Checkpoint, scheme: Scheme, location: str, module: str, tensor: str, info: TensorInfo
-) -> StoredTransform:
-    floats = ("F64", "F32", "F16", "BF16")
-    square = len(info.shape) == 2 and info.shape[0] == info.shape[1]
-    if info.dtype not in floats or not square or (scheme.size and info.shape[0] != scheme.size):
-        size = scheme.size or "R"
-        raise refuse(info.file, "a transform's matrix is misshapen.",
-                     [(f"float ({size}, {size}) as '{scheme.name}' says", f"{info.dtype} {info.shape}")],
-                     "make or fetch the checkpoint again", tensor=tensor)  # fmt: skip
-    matrix = checkpoint.read(tensor).to(torch.float64)
-    size = info.shape[0]
-    if scheme.permuted and scheme.type != "random-matrix":
-        order = checkpoint.read(f"{tensor.removesuffix('weight')}perm").long()
-        if order.shape != (size,) or not torch.equal(order.sort().values, torch.arange(size)):
-            raise refuse(info.file, "a transform's permutation is none.", [(f"the numbers 0..{size - 1}", "others")],
-                         "make or fetch the checkpoint again", tensor=tensor)  # fmt: skip
-        matrix = matrix[order][:, order]
-    # Hadamards are stored as +-1 and divided by sqrt(R) when used; a matrix that is not +-1 is used alike.
-    factor = 1.0 if scheme.type == "random-matrix" else 1 / math.sqrt(size)
-    try:
-        transform = Transform(matrix, factor)
-    except Refusal as error:
-        raise refuse(info.file, "a transform's matrix is none.", [("finite entries", "NaN or Inf")],
-                     "make or fetch the checkpoint again", tensor=tensor) from error  # fmt: skip
-    return StoredTransform(scheme.name, location, module, tensor, size, _owner_inverse(scheme, location, module), transform)
-
-
-def _owner_inverse(scheme: Scheme, location: str, module: str) -> bool:
-    """Whether the owner of a stored random-matrix uses it inverted: then the file holds the inverse itself."""
-    if scheme.type != "random-matrix":
-        return False
-    stand_in = torch.nn.Linear(1, 1, bias=False, device="meta")
-    for apply in scheme.apply:
-        if apply.location == location and matches(module, stand_in, apply.targets, apply.ignore):
-            return apply.inverse
-    return False
 
 
 def _composed(transforms: list[Transform]) -> Transform | None:

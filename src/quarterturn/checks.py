@@ -1,0 +1,173 @@
+"""The argument checks of the operators: every wrong input gets a Refusal with the need and the find.
+
+`op` is the operator's name in messages. All of them return nothing.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .errors import refusal
+from .formats import E8M0_RULES, RECIPES, FP4Format
+
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def x(op: str, x: Tensor, *others: Tensor | None) -> None:
+    if x.dtype not in FLOATS:
+        raise refusal(
+            op, "x has a dtype that is not run.", needs=[("bfloat16, float16 or float32", str(x.dtype))], do="convert x"
+        )
+    rest(op, x, *others)
+
+
+def rest(op: str, x: Tensor, *others: Tensor | None) -> None:
+    if x.dim() == 0:
+        raise refusal(op, "x is a scalar.", needs=[("x (..., K)", "0 dimensions")], do="pass at least a vector")
+    tensors = (x, *(t for t in others if t is not None))
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+        raise refusal(
+            op,
+            "gradients were asked for, and this is for inference only.",
+            needs=[("no input that requires grad", "one that does")],
+            do="call it under torch.no_grad() or torch.inference_mode()",
+        )
+    elsewhere = [t for t in tensors if t.device != x.device]
+    if elsewhere:
+        raise refusal(
+            op,
+            "the inputs lie on different devices.",
+            needs=[(f"all on {x.device}, as x", str(elsewhere[0].device))],
+            do="move them to one device",
+        )
+
+
+def blocks(op: str, k: int, matrix: Tensor | None) -> None:
+    if matrix is None:
+        return
+    if matrix.dim() != 2 or matrix.shape[0] != matrix.shape[1] or not matrix.dtype.is_floating_point:
+        raise refusal(
+            op,
+            "the matrix is not square.",
+            needs=[("a floating-point (R, R)", f"{matrix.dtype} {tuple(matrix.shape)}")],
+            do="pass one block; it is used for all",
+        )
+    if k % matrix.shape[0]:
+        raise refusal(
+            op,
+            "the blocks do not divide the last dimension.",
+            needs=[(f"K a multiple of R = {matrix.shape[0]}", f"K = {k}")],
+            do="take a transform size that divides K",
+        )
+
+
+def quantizer(op: str, k: int, fmt: FP4Format, encode_scale: Tensor | None, recipe: str, rule: str) -> None:
+    if k % fmt.group_size:
+        raise refusal(
+            op,
+            "K is not whole groups.",
+            needs=[(f"K a multiple of {fmt.group_size} ({fmt.name})", f"K = {k}")],
+            do="pad the layer to whole groups",
+        )
+    for word, value, known in (("recipe", recipe, RECIPES), ("E8M0 rule", rule, E8M0_RULES)):
+        if value not in known:
+            raise refusal(
+                op,
+                f"there is no such {word}.",
+                needs=[(f"one of {', '.join(known)}", repr(value))],
+                do="name one of them",
+            )
+    if not fmt.has_tensor_scale or recipe != "checkpoint":
+        return
+    if encode_scale is None:
+        raise refusal(
+            op,
+            "the recipe 'checkpoint' needs a scale.",
+            needs=[("encode_scale", "none")],
+            do="pass the file's input scale, or take recipe='token'",
+        )
+    if encode_scale.dtype != torch.float32 or encode_scale.numel() != 1:
+        found = f"{encode_scale.dtype}, {encode_scale.numel()} elements"
+        raise refusal(
+            op,
+            "encode_scale does not fit.",
+            needs=[("float32, one element", found)],
+            do="pass the one number that the file stores",
+        )
+
+
+def weight(
+    op: str,
+    k: int,
+    weight: Tensor,
+    block_scale: Tensor | None,
+    tensor_scale: Tensor,
+    sizes: list[int],
+    bias: Tensor | None,
+    fmt: FP4Format,
+) -> None:
+    n = weight.shape[0]
+    packed = block_scale is not None
+    needs = []
+    expected = (n, k // 2 if packed else k)
+    if tuple(weight.shape) != expected or (weight.dtype == torch.uint8) != packed:
+        needs.append((f"weight {expected} for K = {k}", f"{weight.dtype} {tuple(weight.shape)}"))
+    if block_scale is not None and tuple(block_scale.shape) != fmt.scale_shape(n, k):
+        needs.append((f"block_scale {fmt.scale_shape(n, k)}", str(tuple(block_scale.shape))))
+    if tensor_scale.numel() != len(sizes) or sum(sizes) != n:
+        found = f"{tensor_scale.numel()} scales for ranges {list(sizes)}"
+        needs.append((f"one tensor scale per output range, ranges that sum to {n}", found))
+    if bias is not None and tuple(bias.shape) != (n,):
+        needs.append((f"bias ({n},)", str(tuple(bias.shape))))
+    if needs:
+        raise refusal(op, "the weight does not fit.", needs=needs, do="check the layer's sizes")
+
+
+def out_dtype(op: str, out_dtype: torch.dtype, fmt: FP4Format | None = None) -> None:
+    if out_dtype not in FLOATS:
+        raise refusal(
+            op,
+            "out_dtype is not run.",
+            needs=[("bfloat16, float16 or float32", str(out_dtype))],
+            do="choose one of them",
+        )
+    if fmt is not None and not fmt.has_tensor_scale and out_dtype == torch.float16:
+        raise refusal(
+            op,
+            "MXFP4 values can overflow float16.",
+            needs=[("bfloat16 or float32", "float16")],
+            do="pass out_dtype=torch.float32",
+        )
+
+
+def block_scales(op: str, scales: Tensor) -> None:
+    if scales.dim() != 2 or scales.element_size() != 1:
+        raise refusal(
+            op,
+            "these are not block scales.",
+            needs=[("(rows, cols) of one byte each", f"{scales.dtype} {tuple(scales.shape)}")],
+            do="merge the leading dimensions",
+        )
+
+
+def packed_x(op: str, x: Tensor, block_scale: Tensor | None, tensor_scale: Tensor | None, fmt: FP4Format) -> None:
+    expected = (*x.shape[:-1], x.shape[-1] * 2 // fmt.group_size)
+    if block_scale is None or tensor_scale is None or tuple(block_scale.shape) != expected:
+        found = "none" if block_scale is None else str(tuple(block_scale.shape))
+        raise refusal(
+            op,
+            "packed x needs its scales.",
+            needs=[(f"x_block_scale {expected} and x_tensor_scale", found)],
+            do="pass what rotate_quantize returned, in the linear layout",
+        )
+
+
+def x_tensor_scale(op: str, scale: Tensor | None, rows: int) -> None:
+    if scale is not None and scale.numel() not in (1, rows):
+        raise refusal(
+            op,
+            "x_tensor_scale does not fit.",
+            needs=[(f"one element or {rows}", str(scale.numel()))],
+            do="pass one per tensor or one per row",
+        )
