@@ -162,7 +162,7 @@ class FP4Linear(nn.Module):
         return torch.ops.quarterturn.fp4_linear(
             x,
             self.codes if packed else self.values,
-            self.block_scale if packed else None,
+            self.block_scale.view(torch.uint8) if packed else None,
             self.tensor_scale,
             self.output_sizes,
             self.bias,

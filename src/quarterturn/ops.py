@@ -87,9 +87,10 @@ def rotate_quantize(
     """
     scale = _encode_tensor(encode_scale, x)
     name = get_format(format).name
-    return torch.ops.quarterturn.rotate_quantize(
+    codes, byte, tensor_scale = torch.ops.quarterturn.rotate_quantize(
         x, matrix, factor, transpose, name, scale, recipe, rule, scale_layout, backend
     )
+    return codes, byte.view(get_format(format).scale_dtype), tensor_scale
 
 
 def rotate_quantize_dequantize(
@@ -118,12 +119,12 @@ def rotate_quantize_dequantize(
 
 def swizzle_scales(scales: Tensor) -> Tensor:
     """Block scales (rows, cols), one byte each -> the 128x4 layout, rows padded to 128 and cols to 4 with zeros."""
-    return torch.ops.quarterturn.swizzle_scales(scales)
+    return torch.ops.quarterturn.swizzle_scales(_bytes(scales)).view(scales.dtype)
 
 
 def unswizzle_scales(stored: Tensor, rows: int, cols: int) -> Tensor:
     """The inverse of swizzle_scales for a matrix that had (rows, cols) before padding."""
-    return torch.ops.quarterturn.unswizzle_scales(stored, rows, cols)
+    return torch.ops.quarterturn.unswizzle_scales(_bytes(stored), rows, cols).view(stored.dtype)
 
 
 def fp4_matmul(
@@ -145,10 +146,10 @@ def fp4_matmul(
     dtype = out_dtype or (torch.bfloat16 if x.dtype == torch.uint8 else x.dtype)
     return torch.ops.quarterturn.fp4_matmul(
         x,
-        x_block_scale,
+        None if x_block_scale is None else _bytes(x_block_scale),
         x_tensor_scale,
         weight.codes,
-        weight.linear_block_scale(),
+        _bytes(weight.linear_block_scale()),
         weight.tensor_scale,
         list(weight.output_sizes),
         bias,
@@ -156,6 +157,11 @@ def fp4_matmul(
         dtype,
         backend,
     )
+
+
+def _bytes(scales: Tensor) -> Tensor:
+    """Block scales as uint8: the operators take and give bytes, since float8 tensors lack most of PyTorch."""
+    return scales.view(torch.uint8) if scales.element_size() == 1 else scales
 
 
 def _encode_tensor(encode_scale: Tensor | float | None, x: Tensor) -> Tensor | None:
@@ -216,7 +222,7 @@ def _rotate_quantize(
         _rows(x), _blocks(matrix, factor, transpose), Quantizer(fmt, encode_scale, recipe, rule), scale_layout
     )
     if scale_layout == "linear":
-        scale = scale.view(*x.shape[:-1], -1) if x.numel() else scale.view(*x.shape[:-1], x.shape[-1] // fmt.group_size)
+        scale = scale.view(*x.shape[:-1], x.shape[-1] // fmt.group_size)
     return codes.view(*x.shape[:-1], x.shape[-1] // 2), scale, tensor_scale
 
 
@@ -260,7 +266,7 @@ def _rotate_quantize_fake(
     else:
         shape = get_layout(scale_layout).shape(_row_count(x), groups)
     codes = x.new_empty((*x.shape[:-1], x.shape[-1] // 2), dtype=torch.uint8)
-    return codes, x.new_empty(shape, dtype=fmt.scale_dtype), _tensor_scale_fake(x, fmt, recipe)
+    return codes, x.new_empty(shape, dtype=torch.uint8), _tensor_scale_fake(x, fmt, recipe)
 
 
 def _rotate_quantize_dequantize(

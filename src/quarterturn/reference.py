@@ -118,7 +118,8 @@ def encode_scales(
     """The fp32 encode scale of each row, (M, 1), and the tensor scale, (1,) or (M,) for recipe 'token'."""
     rows = z.shape[0]
     if not format.has_tensor_scale:
-        return torch.ones(rows, 1), torch.ones(1)
+        encode = torch.full((1, 1), 3.0 if recipe == "qutlass" else 1.0)
+        return encode.expand(rows, 1), (1.0 / encode).view(1)
     if recipe == "token":
         encode = torch.tensor(2688.0) / z.abs().amax(1, keepdim=True) if z.shape[1] else torch.ones(rows, 1)
         encode = torch.where(torch.isfinite(encode), encode, torch.ones_like(encode))
@@ -154,9 +155,12 @@ def quantize(
         scaled = (groups * reciprocal.unsqueeze(-1)).double()
         empty = decoded == 0
     else:
-        scale = e8m0_encode(amax, rule)
+        # QuTLASS's scale is 2^floor(log2 amax), four times the FLOOR rule's, and its codes are of 3z/s.
+        qutlass = recipe == "qutlass"
+        scale = e8m0_encode(amax.double() * 4 if qutlass else amax, "floor" if qutlass else rule)
         # Dividing by a power of two in float64 is exact, subnormals included.
         scaled = groups.double() / e8m0_decode(scale).unsqueeze(-1)
+        scaled = (scaled.float() * 3.0).double() if qutlass else scaled
         empty = amax == 0
     codes = e2m1_encode(torch.where((bad | empty).unsqueeze(-1), torch.zeros_like(scaled), scaled))
     scale = torch.where(bad, torch.full_like(scale, fmt.nan_byte), scale)
@@ -222,6 +226,8 @@ def linear(
 
 def _nearest_even(values: Tensor, table: Tensor) -> Tensor:
     """Index of the entry of an ascending table nearest to each value; of two as near, the even index."""
+    # Beyond the table both neighbours would be as far in float64, so what lies there is brought to its end first.
+    values = values.clamp(max=float(table[-1]))
     above = torch.searchsorted(table, values).clamp(max=len(table) - 1)
     below = (above - 1).clamp(min=0)
     to_above, to_below = (table[above] - values).abs(), (values - table[below]).abs()

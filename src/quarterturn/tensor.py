@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .errors import refusal
 from .formats import E2M1_VALUES, E8M0_BIAS, E8M0_NAN, FP4Format, get_format
-from .layouts import get_layout
+from .layouts import LAYOUTS, get_layout
 
 
 @dataclass(frozen=True, repr=False)
@@ -103,27 +103,7 @@ class FP4Tensor:
 
     def validate(self, name: str = "weight") -> FP4Tensor:
         """Return self if shapes, dtypes and scales agree with the format and are finite; raise Refusal otherwise."""
-        n, k = self.shape
-        fmt, problems = self.format, []
-        if self.codes.dtype != torch.uint8 or self.codes.dim() != 2:
-            problems.append(("codes uint8 (N, K/2)", f"{self.codes.dtype} {tuple(self.codes.shape)}"))
-        if k % fmt.group_size:
-            problems.append((f"K a multiple of the group size {fmt.group_size}", f"K = {k}"))
-        expected = get_layout(self.layout).shape(n, k // fmt.group_size)
-        if tuple(self.block_scale.shape) != expected or self.block_scale.dtype != fmt.scale_dtype:
-            found = f"{self.block_scale.dtype} {tuple(self.block_scale.shape)}"
-            problems.append((f"block_scale {fmt.scale_dtype} {expected}", found))
-        elif bool(
-            (self.block_scale.view(torch.uint8) & 0x7F if fmt.has_tensor_scale else self.block_scale)
-            .eq(fmt.nan_byte)
-            .any()
-        ):
-            problems.append(("block scales that are numbers", f"NaN bytes ({fmt.nan_byte:#x})"))
-        if sum(self.output_sizes) != n or self.tensor_scale.numel() != len(self.output_sizes):
-            found = f"output_sizes {self.output_sizes}, {self.tensor_scale.numel()} scales"
-            problems.append((f"one tensor scale per range, ranges that sum to {n}", found))
-        if not bool(torch.isfinite(self.tensor_scale).all() and (self.tensor_scale > 0).all()):
-            problems.append(("finite positive tensor scales", str(self.tensor_scale.tolist())))
+        problems = self._codes_problems() or [*self._block_scale_problems(), *self._tensor_scale_problems()]
         if problems:
             raise refusal(
                 "fp4 tensor",
@@ -133,6 +113,42 @@ class FP4Tensor:
                 do="check the file or the code that made it",
             )
         return self
+
+    def _codes_problems(self) -> list[tuple[str, str]]:
+        if self.codes.dtype != torch.uint8 or self.codes.dim() != 2:
+            return [("codes uint8 (N, K/2)", f"{self.codes.dtype} {tuple(self.codes.shape)}")]
+        k, group = self.shape[1], self.format.group_size
+        return [(f"K a multiple of the group size {group}", f"K = {k}")] if k % group else []
+
+    def _block_scale_problems(self) -> list[tuple[str, str]]:
+        n, k = self.shape
+        fmt = self.format
+        if self.layout not in LAYOUTS:
+            return [(f"layout {' or '.join(LAYOUTS)}", repr(self.layout))]
+        expected = get_layout(self.layout).shape(n, k // fmt.group_size)
+        if tuple(self.block_scale.shape) != expected or self.block_scale.dtype != fmt.scale_dtype:
+            found = f"{self.block_scale.dtype} {tuple(self.block_scale.shape)}"
+            return [(f"block_scale {fmt.scale_dtype} {expected}", found)]
+        byte = self.block_scale.view(torch.uint8)
+        magnitude = byte & 0x7F if fmt.has_tensor_scale else byte
+        if bool((magnitude == fmt.nan_byte).any()):
+            return [("block scales that are numbers", f"NaN bytes ({fmt.nan_byte:#x})")]
+        return []
+
+    def _tensor_scale_problems(self) -> list[tuple[str, str]]:
+        parts, n = len(self.output_sizes), self.shape[0]
+        problems = []
+        if sum(self.output_sizes) != n:
+            problems.append((f"output_sizes that sum to {n}", str(self.output_sizes)))
+        for word, scale in (("tensor_scale", self.tensor_scale), ("encode_scale", self.encode_scale)):
+            if scale is None:
+                continue
+            if scale.dtype != torch.float32 or scale.numel() != parts:
+                found = f"{scale.dtype}, {scale.numel()} elements"
+                problems.append((f"{word} float32, one tensor scale per range of {self.output_sizes}", found))
+            elif not bool(torch.isfinite(scale).all() and (scale > 0).all()):
+                problems.append((f"{word} finite and positive", str(scale.tolist())))
+        return problems
 
 
 def per_output(scale: Tensor, output_sizes: tuple[int, ...]) -> Tensor:

@@ -59,7 +59,7 @@ class Quantizer:
 
 @dataclass(frozen=True)
 class Weight:
-    """The weight operand of a product: packed codes with block scales, or (N, K) values that hold the block scales."""
+    """The weight operand of a product: packed codes with block scale bytes, or values (N, K) that hold the scales."""
 
     data: Tensor
     block_scale: Tensor | None
@@ -88,7 +88,7 @@ class Backend(Protocol):
     def rotate_quantize(
         self, x: Tensor, blocks: Blocks | None, quantizer: Quantizer, scale_layout: str
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """x (M, K) -> packed codes, block scales in the layout, tensor scale (1,) or (M,)."""
+        """x (M, K) -> packed codes, block scale bytes (uint8) in the layout, tensor scale (1,) or (M,)."""
 
     def rotate_quantize_dequantize(
         self, x: Tensor, blocks: Blocks | None, quantizer: Quantizer, out_dtype: torch.dtype

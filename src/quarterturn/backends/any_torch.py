@@ -73,7 +73,7 @@ def rotate_quantize(
         scaled, scale[rows], _ = _scaled(z, quantizer, encode, tensor_scale)
         codes[rows] = _codes(scaled).view(-1, k // 2)
     stored = get_layout(scale_layout).forward(scale) if scale_layout != "linear" else scale
-    return codes, stored.view(fmt.scale_dtype), _tensor_scale(tensor_scales, x, quantizer)
+    return codes, stored, _tensor_scale(tensor_scales, x, quantizer)
 
 
 def rotate_quantize_dequantize(
@@ -180,8 +180,8 @@ def _rotated(x: Tensor, block: Tensor | None) -> Tensor:
 def _encode(z: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor]:
     """encode and tensor scale, each (1, 1) or (m, 1), of a chunk of rows."""
     if not quantizer.format.has_tensor_scale:
-        one = torch.ones(1, 1, device=z.device)
-        return one, one
+        encode = torch.full((1, 1), 3.0 if quantizer.recipe == "qutlass" else 1.0, device=z.device)
+        return encode, encode.reciprocal()
     if quantizer.recipe == "token":
         amax = z.abs().amax(1, keepdim=True) if z.shape[1] else z.sum(1, keepdim=True)
         encode = torch.full_like(amax, 2688.0) / amax
@@ -216,10 +216,12 @@ def _scaled(z: Tensor, quantizer: Quantizer, encode: Tensor, tensor_scale: Tenso
         empty = ~(scale > 0)
         byte = stored.view(torch.uint8)
     else:
-        byte = _e8m0(amax, quantizer.rule)
+        byte = _e8m0(amax, quantizer.recipe if quantizer.recipe == "qutlass" else quantizer.rule)
         scale = decode_block_scale(byte, fmt)
         # 2^-e of the largest e is subnormal but exact, and z * 2^-e never loses a bit that rounding would see.
         scaled = (groups.double() / scale.double().unsqueeze(-1)).float()
+        if quantizer.recipe == "qutlass":
+            scaled = scaled.mul_(encode)
         empty = ~(amax > 0) | (byte == E8M0_NAN)
     return scaled.masked_fill_(empty.unsqueeze(-1), 0.0), byte, scale
 
@@ -237,6 +239,8 @@ def _e8m0(amax: Tensor, rule: str) -> Tensor:
         power = floor_log2 - 2
     elif rule == "ceil":
         power = floor_log2 + (mantissa > 0.5) - 2
+    elif rule == "qutlass":
+        power = floor_log2
     else:  # rceil: 6 * 2^e >= amax, and 6 = .75 * 2^3
         power = exponent - 3 + (mantissa > 0.75)
     byte = (power.clamp(-E8M0_BIAS, 127) + E8M0_BIAS).masked_fill_(amax == 0, 0).masked_fill_(~finite, E8M0_NAN)

@@ -47,11 +47,8 @@ def epilogue(
     acc: Tensor, x_tensor_scale: Tensor | None, weight: Weight, bias: Tensor | None, out_dtype: torch.dtype
 ) -> Tensor:
     """acc fp32 (M, N), overwritten -> (acc * (x.tensor_scale * w.tensor_scale) + bias) of out_dtype, one rounding."""
-    if weight.format.has_tensor_scale or x_tensor_scale is not None:
-        alpha = per_output(weight.tensor_scale, weight.output_sizes)
-        if x_tensor_scale is not None:
-            alpha = alpha * x_tensor_scale.view(-1, 1)
-        acc.mul_(alpha)
+    alpha = per_output(weight.tensor_scale, weight.output_sizes)
+    acc.mul_(alpha if x_tensor_scale is None else alpha * x_tensor_scale.view(-1, 1))
     if bias is not None:
         acc.add_(bias)
     return acc.to(out_dtype)
