@@ -81,7 +81,10 @@ def stored_matrix(transform: Transform) -> Tensor:
 
 
 def transform_type(transform: Transform) -> str:
-    """'hadamard', 'random-hadamard' or 'random-matrix'. A reader divides the first two by sqrt(R) and inverts by transposing."""
+    """'hadamard', 'random-hadamard' or 'random-matrix'.
+
+    A reader divides the first two by sqrt(R) and inverts them by transposing, so they must be Hadamards indeed.
+    """
     m, size = transform.matrix, transform.size
     orthogonal = transform.is_signed and torch.equal(m @ m.T, size * torch.eye(size, dtype=m.dtype, device=m.device))
     if not orthogonal or transform.factor != 1 / size**0.5:
@@ -95,6 +98,7 @@ def quantization_config(
 ) -> dict[str, Any]:
     """The `quantization_config` entry of config.json."""
     formats = sorted({_format_name(group.format) for group in groups})
+    schemes = {group.scheme: _transform_scheme(group) for group in transforms}
     return {
         "config_groups": {f"group_{i}": _scheme(group) for i, group in enumerate(groups)},
         "format": formats[0] if len(formats) == 1 else "mixed-precision",
@@ -104,7 +108,7 @@ def quantization_config(
         "quant_method": "compressed-tensors",
         "quantization_status": "compressed",
         "sparsity_config": {},
-        "transform_config": {"config_groups": {t.scheme: _transform_scheme(t) for t in transforms}} if transforms else {},
+        "transform_config": {"config_groups": schemes} if schemes else {},
         "version": FORMAT_VERSION,
     }
 

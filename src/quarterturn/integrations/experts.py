@@ -9,6 +9,7 @@ model's files use, such as Mixtral's w1, w3, w2).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -52,7 +53,7 @@ def fused_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield name, module
 
 
-def cannot_separate(experts: nn.Module) -> list[tuple[str, str]]:
+def cannot_separate(experts: Any) -> list[tuple[str, str]]:
     """Why a fused block cannot be taken apart, as (needed, found) pairs; empty where it can."""
     gate_up, down = getattr(experts, "gate_up_proj", None), getattr(experts, "down_proj", None)
     if not (isinstance(gate_up, Tensor) and isinstance(down, Tensor) and gate_up.dim() == 3 and down.dim() == 3):
@@ -95,7 +96,7 @@ def expert_names(model: nn.Module) -> tuple[str, str, str]:
 
 
 def separate(
-    experts: nn.Module, names: tuple[str, str, str] = DEFAULT_NAMES, linear: Callable[[Tensor], nn.Module] | None = None
+    experts: Any, names: tuple[str, str, str] = DEFAULT_NAMES, linear: Callable[[Tensor], nn.Module] | None = None
 ) -> SeparateExperts:
     """A SeparateExperts of a fused block for which `cannot_separate` is empty; the weights are views, not copies.
 

@@ -1,0 +1,246 @@
+"""Making checkpoints: walk a model, fold a transform into each layer, round to nearest, write.
+
+    model = quarterturn.quantize("folder", "nvfp4", transform="hadamard:16", output="folder-nvfp4")
+
+walk.py says which layers and which transform, calibration.py where input scales come from, rtn.py how a weight is
+rounded, writer.py what a checkpoint holds, atomic.py how a folder appears whole.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from ..errors import Refusal, missing_package, refusal
+from ..formats import FP4Format, get_format
+from ..linear import ACTIVATIONS, FP4Linear
+from ..transforms import Transform
+from .atomic import check_target
+from .calibration import Texts, builtin_text, collect_amax, share_amax, token_batches
+from .prepare import prepared
+from .rtn import encode_scale, fold_weight, round_to_nearest, weight_amax
+from .walk import TransformLike, plan_transforms, shared_groups
+from .writer import save_checkpoint
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = ["builtin_text", "calibrate", "quantize", "save_checkpoint"]
+
+_log = logging.getLogger("quarterturn")
+
+
+def quantize(
+    model: PreTrainedModel | str | Path,
+    format: str | FP4Format = "nvfp4",
+    transform: TransformLike = None,
+    activations: str = "fp4",
+    calibration: Texts | Mapping[str, float] = None,
+    *,
+    targets: Sequence[str] = ("Linear",),
+    ignore: Sequence[str] = ("lm_head",),
+    output: str | Path | None = None,
+    tokenizer: Any = None,
+    seed: int = 0,
+    samples: int = 8,
+    sequence_length: int = 256,
+    max_shard_size: int | str = "5GB",
+    overwrite: bool = False,
+    progress: bool = True,
+) -> PreTrainedModel:
+    """Round a model's linear layers to 4-bit floats, and write the checkpoint where `output` is given.
+
+    model: a Transformers model, which is changed in place, or a folder or hub id to load one from.
+    format: 'nvfp4' or 'mxfp4'.
+    transform: on the input of every layer: None, 'hadamard[:R]', 'random-hadamard[:R]' (made from `seed`), an
+        invertible (R, R) matrix, or a Transform. R divides every input; left out it is the format's group size, 'full'
+        is each layer's width. The inverse is folded into the weights in float64.
+    activations: 'fp4' (W4A4) or 'bf16' (W4A16).
+    calibration: what sets the input scales of W4A4 NVFP4: texts, token ids (T,) or (B, T), None for `samples` pieces of
+        the built-in text, or what `calibrate` returned. Texts and pieces are cut to `sequence_length` tokens.
+    targets, ignore: class names, full module names, or 're:' patterns. The output embeddings and routers stay as they
+        are unless targeted by their full name.
+    output: a folder that must not exist yet (or overwrite=True and a checkpoint in it); it appears whole or not at all.
+
+    Returns the model with FP4Linear layers under the same names, in eval mode, without gradients. What was left out or
+    borrowed is listed in `model.quantization_notes` and logged. Raises Refusal, before anything is changed, for what
+    cannot be done.
+    """
+    fmt = _checked(format, activations)
+    source = Path(model) if isinstance(model, (str, Path)) else None
+    if output is not None:
+        check_target(Path(output), overwrite, source)
+    loaded, tokenizer = _resolve(model, tokenizer)
+    with _progress(progress) as track, prepared(loaded, fmt, targets, ignore) as selection:
+        plan = plan_transforms(transform, selection.layers, fmt, seed)
+        amax: dict[str, float] | None = None
+        if fmt.has_tensor_scale and activations == "fp4":
+            if isinstance(calibration, Mapping):
+                found = dict(calibration)
+            else:
+                batches = token_batches(calibration, tokenizer, _vocabulary(loaded), samples, sequence_length)
+                advance = track("calibrating", len(batches))
+                (found,) = collect_amax(loaded, selection.layers, [plan], batches, advance)
+            amax, notes = share_amax(found, list(selection.layers))
+            selection.notes.extend(notes)
+        _check_weights(selection.layers)
+        selection.settle()
+        _replace_layers(loaded, selection.layers, fmt, activations, plan, amax, track("quantizing", len(plan)))
+    loaded.eval().requires_grad_(False)
+    loaded.quantization_notes = selection.notes
+    for note in selection.notes:
+        _log.info(note)
+    if output is not None:
+        save_checkpoint(
+            loaded, output, tokenizer=tokenizer, source=source, max_shard_size=max_shard_size, overwrite=overwrite
+        )
+    return loaded
+
+
+def calibrate(
+    model: PreTrainedModel,
+    transforms: Sequence[TransformLike],
+    calibration: Texts = None,
+    *,
+    format: str | FP4Format = "nvfp4",
+    targets: Sequence[str] = ("Linear",),
+    ignore: Sequence[str] = ("lm_head",),
+    tokenizer: Any = None,
+    seed: int = 0,
+    samples: int = 8,
+    sequence_length: int = 256,
+    progress: bool = True,
+) -> list[dict[str, float]]:
+    """Run the texts once and return, for each transform, what `quantize(calibration=...)` takes: layer -> input amax.
+
+    For trying several transforms on one model without running it once for each. The model is left as it was.
+    """
+    fmt = get_format(format)
+    with _progress(progress) as track, prepared(model, fmt, targets, ignore) as selection:
+        plans = [plan_transforms(transform, selection.layers, fmt, seed) for transform in transforms]
+        batches = token_batches(calibration, tokenizer, _vocabulary(model), samples, sequence_length)
+        return collect_amax(model, selection.layers, plans, batches, track("calibrating", len(batches)))
+
+
+def _checked(format: str | FP4Format, activations: str) -> FP4Format:
+    if activations not in ACTIVATIONS:
+        raise refusal(
+            "quantize",
+            "there is no such width of activations.",
+            needs=[(f"one of {', '.join(ACTIVATIONS)}", repr(activations))],
+            do="name one of them",
+        )
+    return get_format(format)
+
+
+def _resolve(model: PreTrainedModel | str | Path, tokenizer: Any) -> tuple[Any, Any]:
+    """The model, loaded where a place was given, and its tokenizer where there is one."""
+    if not isinstance(model, (str, Path)):
+        return model, tokenizer
+    try:
+        from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    except ImportError:
+        raise missing_package("quantize", "transformers", "pip install 'transformers>=5.17'") from None
+    place = str(model)
+    try:
+        config = AutoConfig.from_pretrained(place)
+    except (OSError, ValueError) as error:
+        raise _no_model(place, error) from error
+    _check_unquantized(config)
+    try:
+        loaded = AutoModelForCausalLM.from_pretrained(place, config=config, dtype="auto", use_safetensors=True)
+    except (OSError, ValueError) as error:
+        raise _no_model(place, error) from error
+    if tokenizer is None:
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(place)
+        except (OSError, ValueError):
+            # Only texts need one; without it token_batches says so.
+            tokenizer = None
+    return loaded, tokenizer
+
+
+def _no_model(place: str, error: Exception) -> Refusal:
+    return refusal(
+        "quantize",
+        "there is no causal language model here that can be loaded.",
+        file=place,
+        needs=[("config.json and safetensors files of one", str(error).strip().splitlines()[0])],
+        do="check the path",
+    )
+
+
+def _check_unquantized(config: Any) -> None:
+    present = getattr(config, "quantization_config", None)
+    if present:
+        method = present.get("quant_method") if isinstance(present, dict) else getattr(present, "quant_method", "?")
+        raise refusal(
+            "quantize",
+            "the model is quantized already.",
+            needs=[("a model in floating point", f"quantization_config of '{method}'")],
+            do="start from the original model",
+        )
+
+
+def _vocabulary(model: Any) -> int | None:
+    embedding = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
+    return embedding.weight.shape[0] if embedding is not None else None
+
+
+def _check_weights(layers: Mapping[str, nn.Linear]) -> None:
+    for name, layer in layers.items():
+        weight_amax(layer.weight.detach(), name)
+
+
+def _replace_layers(
+    model: nn.Module,
+    layers: dict[str, nn.Linear],
+    format: FP4Format,
+    activations: str,
+    plan: Mapping[str, Transform | None],
+    input_amax: Mapping[str, float] | None,
+    advance: Callable[[], None],
+) -> None:
+    """Group by group, so that no more than one group is held in fp32; `layers` is emptied on the way."""
+    for group in shared_groups(list(layers)):
+        folded = {name: fold_weight(layers[name].weight, plan[name]) for name in group}
+        # Checked for every format: folding can overflow fp32.
+        largest = max(weight_amax(weight, name) for name, weight in folded.items())
+        encode = encode_scale(largest) if format.has_tensor_scale else None
+        for name in group:
+            layer, weight = layers.pop(name), folded.pop(name)
+            made = FP4Linear.from_tensor(
+                round_to_nearest(weight, format, None if encode is None else encode.clone()),
+                bias=layer.bias,
+                input_encode_scale=None if input_amax is None else encode_scale(input_amax[name]),
+                input_transform=plan[name],
+                activations=activations,
+                name=name,
+            )
+            model.set_submodule(name, made)
+            advance()
+
+
+@contextmanager
+def _progress(shown: bool) -> Iterator[Callable[[str, int], Callable[[], None]]]:
+    """Gives a function that opens a progress bar and returns its step; quiet without rich or when not shown."""
+    try:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    except ImportError:
+        shown = False
+    if not shown:
+        yield lambda _text, _total: lambda: None
+        return
+    columns = (TextColumn("{task.description:<12}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns) as bars:
+
+        def track(text: str, total: int) -> Callable[[], None]:
+            task = bars.add_task(text, total=total)
+            return lambda: bars.advance(task)
+
+        yield track

@@ -29,7 +29,7 @@ _CHUNK_VALUES = 1 << 22
 
 
 def encode_scale(amax: float | Tensor) -> Tensor:
-    """fp32 (1,): 448 * 6 / amax, so that the largest group's scale is the largest E4M3 number; 1 where that is no number."""
+    """fp32 (1,): 448 * 6 / amax, with which the largest group's scale is 448; 1 where the quotient is not finite."""
     largest = torch.as_tensor(amax, dtype=torch.float32).reshape(1).cpu()
     encode = (E4M3_MAX * E2M1_MAX) / largest.clamp(min=torch.finfo(torch.float32).tiny)
     return torch.where(torch.isfinite(encode), encode, torch.ones_like(encode))
@@ -80,7 +80,7 @@ def round_to_nearest(weight: Tensor, format: FP4Format, encode: Tensor | None = 
         else:
             scales[rows] = _e8m0_even_bytes(amax)
             divisor = decode_block_scale(scales[rows], format)
-        codes[rows] = pack_nibbles(_e2m1_codes(groups, divisor.unsqueeze(-1)).flatten(-2))
+        codes[rows] = pack_nibbles(_e2m1_codes(groups, divisor.where(amax > 0, 0).unsqueeze(-1)).flatten(-2))
     return FP4Tensor.from_encode(
         codes, scales.view(format.scale_dtype), encode if format.has_tensor_scale else None, format
     )
@@ -103,7 +103,7 @@ def _e8m0_even_bytes(amax: Tensor) -> Tensor:
 
 
 def _e2m1_codes(groups: Tensor, divisor: Tensor) -> Tensor:
-    """Codes 0..15 of groups / divisor; all 0 where the divisor is 0 or too small to divide by."""
+    """Codes 0..15 of groups / divisor; all 0 where the divisor is 0."""
     scaled = groups / divisor
     magnitude = torch.bucketize(scaled.abs(), _boundaries(groups.device), out_int32=True)
     codes = magnitude + 8 * torch.signbit(groups)
@@ -111,7 +111,7 @@ def _e2m1_codes(groups: Tensor, divisor: Tensor) -> Tensor:
 
 
 def _boundaries(device: torch.device) -> Tensor:
-    """A value above the i-th boundary has a code above i: ties go to the even code, so odd-to-even ones are inclusive."""
+    """A magnitude above the i-th boundary has a code above i. Ties go to the even code, so every second one goes up."""
     ties = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
     inclusive = torch.tensor([False, True, False, True, False, True, False])
     return torch.where(inclusive, torch.nextafter(ties, torch.zeros_like(ties)), ties).to(device)

@@ -35,6 +35,13 @@ class Selection:
 
     layers: dict[str, nn.Linear]
     notes: list[str] = field(default_factory=list)
+    replaced: dict[str, nn.Module] = field(default_factory=dict)
+    settled: bool = False
+
+    def settle(self) -> None:
+        """From here on the model changes for good: what it was before is dropped."""
+        self.settled = True
+        self.replaced.clear()
 
 
 def select_layers(
@@ -45,7 +52,7 @@ def select_layers(
     Raises Refusal where nothing matches, where a match is no plain Linear layer, and where the group size does not
     divide a layer's input.
     """
-    match = _matcher()
+    match = layer_matcher()
     heads = {id(m) for m in (_embeddings(model, "output"), _embeddings(model, "input")) if m is not None}
     selection = Selection({})
     for name, module in model.named_modules():
@@ -67,7 +74,7 @@ def select_layers(
     return selection
 
 
-def _matcher() -> Callable[[str, nn.Module, Sequence[str], Sequence[str]], bool]:
+def layer_matcher() -> Callable[[str, nn.Module, Sequence[str], Sequence[str]], bool]:
     try:
         from compressed_tensors.utils.match import is_match
     except ImportError:
@@ -199,7 +206,7 @@ def _parse(spec: str, format: FP4Format, seed: int) -> tuple[Callable[[int], Tra
     raise refusal(
         "quantize",
         "there is no such transform.",
-        needs=[("None, 'hadamard:R', 'random-hadamard:R' with a number R or 'full', a matrix or a Transform", repr(spec))],
+        needs=[("None, 'hadamard:R' or 'random-hadamard:R' (R a number or 'full'), a matrix, a Transform", repr(spec))],
         do="name one of them",
     )
 
