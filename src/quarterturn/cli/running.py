@@ -1,0 +1,212 @@
+"""`generate`, `evaluate` and `verify`: using a checkpoint, and judging it."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import torch
+import typer
+
+from ..checkpoint import recognise, resolve
+from ..errors import refusal
+from .common import err, out, print_json, progress, quiet, read_text, size, token_ids, tokenizer_of, work
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from ..evaluate import Judgement, Speed
+
+Path_ = Annotated[str, typer.Argument(metavar="PATH", help="A checkpoint folder, or a hub id.")]
+Against = Annotated[str, typer.Option("--against", metavar="ORIGINAL", help="The unquantized model it was made from.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 ...")]
+DType = Annotated[str, typer.Option(help="auto (the file's), float32, bfloat16 or float16.")]
+Activations = Annotated[str, typer.Option(help="checkpoint (as the file says) or bf16 (left unquantized).")]
+Backend = Annotated[str, typer.Option(help="auto, or a backend of `quarterturn doctor`.")]
+Weights = Annotated[str, typer.Option(help="auto, packed (4.5 bits a value) or decoded (16 bits, faster decoding).")]
+
+
+def generate(
+    path: Path_,
+    prompt: Annotated[str, typer.Argument(metavar="PROMPT")],
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to write at most.")] = 128,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token.")] = 0.0,
+    raw: Annotated[bool, typer.Option(help="Go on from the text itself, without the chat template.")] = False,
+    device: Device = "auto",
+    dtype: DType = "auto",
+    activations: Activations = "checkpoint",
+    backend: Backend = "auto",
+    weights: Weights = "auto",
+) -> None:
+    """Write on from a prompt, token by token."""
+    quiet()
+    from transformers import TextStreamer
+
+    from ..compare import encode_prompt
+
+    tokenizer = tokenizer_of(resolve(path))
+    with work(f"loading {path}"):
+        model = open_model(path, device, dtype, activations, backend, weights)
+    inputs = tokenizer(prompt, return_tensors="pt") if raw else encode_prompt(tokenizer, prompt)
+    sampling: dict[str, Any] = {"do_sample": temperature > 0}
+    if temperature > 0:
+        sampling["temperature"] = temperature
+    streamer = TextStreamer(tokenizer, skip_prompt=not raw, skip_special_tokens=True)
+    model.generate(**inputs.to(model.device), streamer=streamer, max_new_tokens=max_new_tokens, **sampling)
+
+
+def open_model(
+    path: str,
+    device: str = "auto",
+    dtype: str = "auto",
+    activations: str = "checkpoint",
+    backend: str = "auto",
+    weights: str = "auto",
+) -> PreTrainedModel:
+    """A checkpoint through quarterturn.load; an unquantized model through Transformers."""
+    from ..integrations.transformers import load
+
+    if device != "auto":
+        _check_device(device)
+    if recognise(path) != "unquantized":
+        return load(path, device=device, dtype=dtype, activations=activations, backend=backend, weights=weights)
+    from transformers import AutoModelForCausalLM
+
+    target = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    folder = resolve(path)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, use_safetensors=True)
+    opened: PreTrainedModel = model.to(target).eval().requires_grad_(False)
+    return opened
+
+
+def _check_device(device: str) -> None:
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        raise refusal("device", f"there is no device '{device}' here.",
+                      needs=[(device, f"cpu and {count} CUDA devices")], do="name one of them") from error  # fmt: skip
+
+
+def evaluate(
+    path: Path_,
+    text: Annotated[Path | None, typer.Option(help="A UTF-8 text; default: half of Python's own reference.")] = None,
+    against: Annotated[
+        str | None, typer.Option(metavar="ORIGINAL", help="The unquantized model, for KL and agreement.")
+    ] = None,
+    tokens: Annotated[int, typer.Option(min=2, help="Tokens of the text to take.")] = 8192,
+    window: Annotated[int, typer.Option(min=2, help="Tokens that are judged together.")] = 512,
+    new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to decode for the speed.")] = 32,
+    device: Device = "auto",
+    dtype: DType = "auto",
+    activations: Activations = "checkpoint",
+    backend: Backend = "auto",
+    weights: Weights = "auto",
+    as_json: Json = False,
+) -> None:
+    """Judge a model on a text: perplexity, divergence from the original, tokens per second, memory."""
+    quiet()
+    from ..demo_model import held_out_text
+    from ..evaluate import LiveReference, cut_windows, judge, peak_memory, speed
+
+    content = read_text(text) if text is not None else held_out_text()
+    ids = token_ids(tokenizer_of(resolve(path), against), content, tokens)
+    cut_windows(ids, window)
+    with work(f"loading {path}"):
+        model = open_model(path, device, dtype, activations, backend, weights)
+    fast = speed(model, ids[: min(window, 256)], new_tokens)
+    memory = peak_memory()
+    reference = None
+    if against is not None:
+        with work(f"loading {against}"):
+            reference = LiveReference(open_model(against, device, dtype))
+    with progress() as track:
+        step = track("judging", ids.numel() // window * window)
+        judgement = judge(model, ids, window=window, reference=reference, advance=step)
+    if as_json:
+        fields = asdict(judgement) | {"tokens_per_second": judgement.tokens_per_second}
+        print_json({"path": path, "text": str(text or "built-in"), "against": against, **fields,
+                    "speed": asdict(fast), "peak_memory_bytes": memory, "ran": _ran(model)})  # fmt: skip
+    else:
+        _show_judgement(judgement, fast, memory, _ran(model))
+
+
+def _ran(model: PreTrainedModel) -> str:
+    from ..compare import summary
+
+    return summary(model) or f"no 4-bit layers, {str(model.dtype).removeprefix('torch.')}"
+
+
+def _show_judgement(judgement: Judgement, fast: Speed, memory: dict[str, int], ran: str) -> None:
+    j = judgement
+    out.print(f"  perplexity   {j.perplexity:.3f}   ({j.predictions:,} predictions, {j.windows} windows of {j.window})")
+    if j.kl is not None and j.agreement is not None:
+        out.print(f"  KL           {j.kl:.4f} nats a token from the original; same top token {j.agreement:.1%}")
+    out.print(f"  speed        {j.tokens_per_second:,.0f} tokens/s judging, {fast.prefill:,.0f} reading a prompt of "
+              f"{fast.prompt_tokens}, {fast.decode:.1f} writing")  # fmt: skip
+    peaks = ", ".join(f"{size(count)} ({where})" for where, count in memory.items())
+    out.print(f"  memory       {peaks} at most, before the original was loaded")
+    out.print(f"  ran          {ran}")
+
+
+def verify(path: Path_, against: Against, as_json: Json = False) -> None:
+    """Check that each layer's weights carry the transforms that the config declares. Exit code 1 where one does not."""
+    quiet()
+    from ..checkpoint import open_checkpoint
+    from ..verify import verify as run
+
+    with progress() as track:
+        step = track("comparing layers", len(open_checkpoint(path).layers))
+        result = run(path, against, lambda layer: step(1))
+    if as_json:
+        layers = [asdict(v) | {k: _number(getattr(v, k)) for k in ("error", "declared", "yardstick")}
+                  for v in result.layers]  # fmt: skip
+        print_json({"path": path, "against": against, "ok": result.ok, "layers": layers, "changed": result.changed})
+    else:
+        _show_verdicts(result)
+    if not result.ok:
+        raise typer.Exit(1)
+
+
+def _number(value: float) -> float | None:
+    # JSON has no NaN.
+    return value if math.isfinite(value) else None
+
+
+def _show_verdicts(result: Any) -> None:
+    counts = Counter(v.verdict for v in result.layers)
+    for verdict, count in counts.most_common():
+        of_kind = [v for v in result.layers if v.verdict == verdict]
+        colour = "green" if verdict == "ok" else "yellow" if verdict == "cannot tell" else "red"
+        out.print(f"  [{colour}]{count:>4} {verdict}[/{colour}]")
+        for detail, group in _by_detail(of_kind).items():
+            worst = max((v.error for v in group if math.isfinite(v.error)), default=math.nan)
+            rounding = max((v.yardstick for v in group if math.isfinite(v.yardstick)), default=math.nan)
+            figures = f" (error up to {worst:.3f}; rounding alone {rounding:.3f})" if math.isfinite(worst) else ""
+            out.print(f"       {detail}{figures}", markup=False)
+            if verdict != "ok":
+                _show_names([v.layer for v in group])
+    if result.changed:
+        out.print(f"  {len(result.changed)} unquantized tensors are not the original's:")
+        _show_names(result.changed)
+
+
+def _by_detail(verdicts: list[Any]) -> dict[str, list[Any]]:
+    groups: dict[str, list[Any]] = {}
+    for v in verdicts:
+        groups.setdefault(v.detail, []).append(v)
+    return groups
+
+
+def _show_names(names: list[str], most: int = 8) -> None:
+    for name in names[:most]:
+        out.print(f"         {name}", markup=False)
+    if len(names) > most:
+        out.print(f"         and {len(names) - most} more (--json lists all)")
+
+
+__all__ = ["err", "evaluate", "generate", "open_model", "verify"]
