@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny_models import tiny_llama
 
 import quarterturn as qt
 from quarterturn import ops, reference
+from tiny_models import tiny_model, tokens
 
 pytestmark = pytest.mark.gpu
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -30,7 +30,9 @@ def hard_rows(dtype: torch.dtype, k: int = 192) -> torch.Tensor:
 def test_rotate_quantize_gives_the_bits_of_the_specification(dtype, size, format, recipe, rule):
     x, turn = hard_rows(dtype), qt.random_hadamard(size)
     options = {"format": format, "encode_scale": 77.0, "recipe": recipe, "rule": rule}
-    codes, scale, tensor_scale = ops.rotate_quantize(x.cuda(), turn.operand(torch.device("cuda")), turn.factor, True, **options)
+    codes, scale, tensor_scale = ops.rotate_quantize(
+        x.cuda(), turn.operand(torch.device("cuda")), turn.factor, True, **options
+    )
     expected = reference.rotate_quantize(x, turn.matrix, turn.factor, True, **options)
     assert torch.equal(scale.view(torch.uint8).cpu(), expected[1])
     assert torch.equal(codes.cpu(), expected[0])
@@ -42,7 +44,10 @@ def layer(format: str, activations: str = "fp4", ranges: tuple[int, ...] = (48, 
     fmt = qt.NVFP4 if format == "nvfp4" else qt.MXFP4
     codes = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8)
     if format == "nvfp4":
-        scale, encode = torch.rand(n, k // 16).add(0.1).to(torch.float8_e4m3fn), torch.tensor([300.0, 7.0])[: len(ranges)]
+        scale, encode = (
+            torch.rand(n, k // 16).add(0.1).to(torch.float8_e4m3fn),
+            torch.tensor([300.0, 7.0])[: len(ranges)],
+        )
     else:
         scale, encode = torch.randint(120, 130, (n, k // 32), dtype=torch.uint8), None
     weight = qt.FP4Tensor.from_encode(codes, scale, encode, fmt, ranges)
@@ -111,11 +116,11 @@ def test_moving_a_layer_there_and_back_keeps_every_bit():
 
 
 def test_a_checkpoint_gives_the_same_logits_on_both_devices(tmp_path):
-    model = tiny_llama()
+    model = tiny_model()
     folder = tmp_path / "out"
-    qt.quantize(model, "nvfp4", transform="hadamard:16", calibration=torch.randint(0, 64, (2, 32)), output=folder,
+    qt.quantize(model, "nvfp4", transform="hadamard:16", calibration=tokens(), output=folder,
                 progress=False)  # fmt: skip
-    ids = torch.randint(0, 64, (2, 16))
+    ids = tokens(length=16)
     on_cpu = qt.load(folder, device="cpu", dtype="float32")(ids).logits
     loaded = qt.load(folder, device="cuda", dtype="float32")
     on_gpu = loaded(ids.cuda()).logits.cpu()

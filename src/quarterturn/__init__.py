@@ -5,6 +5,7 @@ from .errors import BackendRefusal, CheckpointRefusal, Refusal
 from .formats import MXFP4, NVFP4, FP4Format
 from .integrations.transformers import explain, load
 from .linear import FP4Linear
+from .quantize import quantize
 from .tensor import FP4Tensor
 from .transforms import Transform, hadamard, matrix, random_hadamard
 
@@ -25,5 +26,6 @@ __all__ = [
     "load",
     "matrix",
     "ops",
+    "quantize",
     "random_hadamard",
 ]

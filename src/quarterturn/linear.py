@@ -108,7 +108,7 @@ class FP4Linear(nn.Module):
             self.register_buffer(derived, None, persistent=False)
         self._derived_from: tuple[Any, ...] | None = None
         self._backend_name: str | None = None
-        self.register_load_state_dict_post_hook(lambda module, _: module.refresh())
+        self.register_load_state_dict_post_hook(_refresh)
 
     @classmethod
     def from_tensor(
@@ -284,6 +284,11 @@ class FP4Linear(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         # Addresses mean nothing in another process, so what is derived is made again there.
         return {**self.__dict__, "_derived_from": None}
+
+
+def _refresh(layer: nn.Module, _: object) -> None:
+    assert isinstance(layer, FP4Linear)
+    layer.refresh()
 
 
 class RotatedLinear(nn.Linear):

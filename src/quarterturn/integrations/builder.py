@@ -88,12 +88,11 @@ class Builder:
                 "check that config.json is of this model",
                 layer=spec.name,
             )
-        wanted = self.options.activations
-        return FP4Linear(
+        layer = FP4Linear(
             spec.k,
             spec.n,
             format=spec.format,
-            activations=spec.activations if wanted == "checkpoint" else wanted,
+            activations=spec.activations,
             bias=has_bias,
             input_transform=spec.input_transform,
             output_transform=spec.output_transform,
@@ -104,6 +103,10 @@ class Builder:
             weights=self.options.weights,
             name=target,
         )
+        if self.options.activations != "checkpoint":
+            # The layer keeps the input scale that it does not use, so that saving gives the file back.
+            layer.activations = self.options.activations
+        return layer
 
     def _separate_experts(self, model: Any, to_module: Any) -> None:
         fused = dict(fused_experts(model))

@@ -20,7 +20,7 @@ from torch import nn
 from ..checkpoint import Checkpoint, open_checkpoint
 from ..checkpoint.files import refuse
 from ..errors import missing_package, refusal
-from ..linear import Explanation, FP4Linear
+from ..linear import WEIGHTS, Explanation, FP4Linear
 from .builder import Builder
 
 if TYPE_CHECKING:
@@ -48,6 +48,7 @@ def load(
     Returns the model in evaluation mode, without gradients. Raises CheckpointRefusal or BackendRefusal: nothing that
     the file asks for is left out silently.
     """
+    _check_choices(activations=(activations, ("checkpoint", "bf16")), weights=(weights, WEIGHTS))
     transformers = _transformers()
     checkpoint = open_checkpoint(path)
     config = _config(transformers, checkpoint)
@@ -81,6 +82,17 @@ def explain(model: nn.Module, dtype: torch.dtype | None = None) -> list[Explanat
             module.name = module.name or name
             found.append(module.explain(own))
     return found
+
+
+def _check_choices(**choices: tuple[str, tuple[str, ...]]) -> None:
+    for word, (value, known) in choices.items():
+        if value not in known:
+            raise refusal(
+                "load",
+                f"there is no such choice of {word}.",
+                needs=[(f"one of {', '.join(known)}", repr(value))],
+                do="name one of them",
+            )
 
 
 def _transformers() -> Any:
