@@ -60,7 +60,7 @@ def rotate(
     """x (..., K) -> x @ V for every block of R along K, V = factor * matrix (or its transpose).
 
     matrix: (R, R), rounded to fp32; R divides K. Accurate to fp32, rounded once to out_dtype (default x.dtype).
-    Raises Refusal for other dtypes and shapes, and where x asks for gradients. Source: NUMERICS section 2 and 3.
+    Raises Refusal for other dtypes and shapes, and where x asks for gradients. Source: docs/numerics.md.
     """
     return torch.ops.quarterturn.rotate(x, matrix, factor, transpose, out_dtype or x.dtype, backend)
 

@@ -89,7 +89,7 @@ def unpack(packed: Tensor) -> Tensor:
 
 
 def swizzle(scales: Tensor) -> Tensor:
-    """Scale bytes (rows, cols) -> the flat 128x4 layout, padded with zeros (NUMERICS section 6, address by address)."""
+    """Scale bytes (rows, cols) -> the flat 128x4 layout, padded with zeros, address by address (docs/numerics.md)."""
     rows, cols = scales.shape
     tile_cols = -(-cols // 4)
     flat = torch.zeros(-(-rows // 128) * 128 * tile_cols * 4, dtype=torch.uint8)

@@ -12,6 +12,7 @@ library's sums in any but about one case in 2^29. A row's bits do not depend on 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -43,8 +44,25 @@ def refuses(problem: Problem) -> list[str]:
 
 
 def prepare(weight: FP4Tensor, mode: str) -> Tensor | None:
-    """bf16 values (N, K), e2m1 * block_scale, exact; None for mode 'packed'."""
-    return weight.values(torch.bfloat16) if mode == "decoded" else None
+    """bf16 values (N, K), e2m1 * block_scale, exact; None where the weight stays packed.
+
+    mode 'auto' decodes while a fifth of the device's memory stays free: to decode at every call is many times slower.
+    """
+    n, k = weight.shape
+    wanted = mode == "decoded" or (mode == "auto" and _leaves_room(weight.device, 2 * n * k))
+    return weight.values(torch.bfloat16) if wanted else None
+
+
+def _leaves_room(device: torch.device, nbytes: int) -> bool:
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return free - nbytes > total / 5
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return True  # only Linux tells; elsewhere the system pages
+    kib = {line.split(":")[0]: int(line.split()[1]) for line in lines}
+    return kib["MemAvailable"] * 1024 - nbytes > kib["MemTotal"] * 1024 / 5
 
 
 def rotate(x: Tensor, blocks: Blocks, out_dtype: torch.dtype) -> Tensor:
