@@ -1,0 +1,44 @@
+"""Shared by every test: one thread, one seed, and a `gpu` mark that fails where there is no GPU.
+
+A missing GPU is never a skip. `-m "not gpu"` leaves the GPU tests out by name; whoever selects them on a machine
+without one is told so in red, because a suite that is green for want of hardware says nothing.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+# Before torch is imported: more threads than cores make the small products here slower, not faster.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import pytest
+import torch
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "gpu: needs an NVIDIA GPU; fails, and does not skip, where there is none")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") is not None and not torch.cuda.is_available():
+        pytest.fail('this test needs an NVIDIA GPU and torch sees none; leave it out with -m "not gpu"', pytrace=False)
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(20240607)
+
+
+@pytest.fixture
+def poisoned_memory() -> Iterator[None]:
+    """Fill what torch.empty returns with NaN (floats) and the largest integer, so that unwritten padding shows."""
+    was_on = torch.are_deterministic_algorithms_enabled()
+    was_filled = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    probe = torch.empty(64)
+    assert torch.isnan(probe).all(), "torch no longer poisons fresh memory in this mode"
+    yield
+    torch.use_deterministic_algorithms(was_on)
+    torch.utils.deterministic.fill_uninitialized_memory = was_filled

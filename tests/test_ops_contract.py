@@ -1,0 +1,223 @@
+"""What torch is promised of every op (opcheck, compile, dynamic shapes) and what a caller is told when it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import quarterturn
+from comparing import HERE, assert_refused, assert_same_bits
+from quarterturn import MXFP4, NVFP4, FP4Linear, ops
+from test_ops_matmul import activations, weight
+
+every_backend = pytest.mark.parametrize("backend", HERE)
+
+
+class Recorder(TorchDispatchMode):
+    """Notes the calls of the library's ops, so that opcheck gets their real arguments, whatever the schemas are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "quarterturn":
+            self.calls.append((func, args, kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def recorded(call: Callable[[], object]) -> list[tuple]:
+    with Recorder() as recorder:
+        call()
+    assert recorder.calls, "the call went past torch.ops.quarterturn"
+    return recorder.calls
+
+
+def layer(name: str, activations: str, **options: object) -> FP4Linear:
+    made = FP4Linear.from_tensor(
+        weight(name, 32, 64, (0.3,)), activations=activations, bias=torch.randn(32),
+        input_encode_scale=torch.tensor([100.0]) if name == "nvfp4" and activations == "fp4" else None, **options,
+    )  # fmt: skip
+    return made.eval().requires_grad_(False)
+
+
+def calls(backend: str) -> dict[str, Callable[[], object]]:
+    x, h = torch.randn(5, 64), quarterturn.random_hadamard(16)
+    m = h.matrix.float()
+    half = x.bfloat16()
+    codes, scale, _ = activations("nvfp4", 5, 64)
+    mx_codes, mx_scale, _ = activations("mxfp4", 5, 64)
+    nv = {"format": NVFP4, "encode_scale": torch.tensor([100.0]), "backend": backend}
+    mx = {"format": MXFP4, "backend": backend}
+    rows = torch.rand(5)
+    w, wm = weight("nvfp4", 32, 64), weight("mxfp4", 32, 64)
+    sizes = weight("nvfp4", 32, 64, (0.1, 0.2), (8, 24))
+    return {
+        "rotate": lambda: ops.rotate(x, m, h.factor, backend=backend),
+        "rotate bf16 transposed": lambda: ops.rotate(half, m, h.factor, True, out_dtype=torch.float32, backend=backend),
+        "rotate 3-D": lambda: ops.rotate(x.reshape(1, 5, 64), m, backend=backend),
+        "rotate an empty batch": lambda: ops.rotate(x[:0], m, backend=backend),
+        "quantize": lambda: ops.rotate_quantize(x, **nv),
+        "quantize token": lambda: ops.rotate_quantize(half, m, h.factor, recipe="token", format=NVFP4, backend=backend),
+        "quantize 3-D": lambda: ops.rotate_quantize(x.reshape(1, 5, 64), m, **nv),
+        "quantize strided": lambda: ops.rotate_quantize(torch.randn(10, 64)[::2], m, **nv),
+        "quantize blocked": lambda: ops.rotate_quantize(x, m, scale_layout="blocked", **nv),
+        "quantize mxfp4": lambda: ops.rotate_quantize(x, m, rule="rceil", **mx),
+        "quantize mxfp4 blocked": lambda: ops.rotate_quantize(x, scale_layout="blocked", **mx),
+        "quantize an empty batch": lambda: ops.rotate_quantize(x[:0], m, **nv),
+        "qdq": lambda: ops.rotate_quantize_dequantize(x, m, h.factor, **nv),
+        "qdq token": lambda: ops.rotate_quantize_dequantize(half, recipe="token", format=NVFP4, backend=backend),
+        "qdq mxfp4": lambda: ops.rotate_quantize_dequantize(half, m, **mx),
+        "matmul": lambda: ops.fp4_matmul(x, weight=w, bias=torch.randn(32), backend=backend),
+        "matmul bf16 with ranges": lambda: ops.fp4_matmul(half, rows, weight=sizes, backend=backend),
+        "matmul mxfp4": lambda: ops.fp4_matmul(half, weight=wm, backend=backend),
+        "matmul of codes": lambda: ops.fp4_matmul(codes, rows, weight=w, x_block_scale=scale, backend=backend),
+        "matmul of mxfp4 codes": lambda: ops.fp4_matmul(
+            mx_codes, torch.ones(1), weight=wm, x_block_scale=mx_scale, out_dtype=torch.float32, backend=backend
+        ),
+        "swizzle": lambda: ops.swizzle_scales(torch.randint(0, 255, (5, 3), dtype=torch.uint8)),
+        "swizzle e4m3": lambda: ops.swizzle_scales(scale),
+        "unswizzle": lambda: ops.unswizzle_scales(ops.swizzle_scales(scale), 5, 4),
+        "linear W4A4": lambda: layer("nvfp4", "fp4", input_transform=h, output_transform=h, backend=backend)(x),
+        "linear W4A16": lambda: layer("mxfp4", "bf16", input_transform=h, backend=backend)(half),
+    }
+
+
+@every_backend
+@pytest.mark.parametrize("case", calls("auto"))
+@pytest.mark.filterwarnings("ignore")
+def test_opcheck(case: str, backend: str) -> None:
+    for func, args, kwargs in recorded(calls(backend)[case]):
+        torch.library.opcheck(func, args, kwargs)
+
+
+def test_opcheck_saw_every_op() -> None:
+    named = {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("quarterturn::")}
+    seen = {func.name() for call in calls("auto").values() for func, _, _ in recorded(call)}
+    assert named == seen
+
+
+@every_backend
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
+def test_compiled_equals_eager_and_leaves_its_input_alone(compiler: str, backend: str) -> None:
+    h = quarterturn.random_hadamard(32)
+    matrix, w = h.matrix.float(), weight("nvfp4", 32, 64, (0.3,))
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        values, scale = ops.rotate_quantize_dequantize(
+            x, matrix, h.factor, format=NVFP4, encode_scale=torch.tensor([100.0]), backend=backend
+        )
+        return ops.fp4_matmul(values, scale, weight=w, backend=backend) + x.sum()
+
+    torch._dynamo.reset()
+    compiled = torch.compile(run, fullgraph=True, dynamic=True, backend=compiler)
+    for m in (5, 1, 129):
+        x = torch.randn(m, 64)
+        kept = x.clone()
+        assert_same_bits(compiled(x), run(x))
+        assert_same_bits(x, kept, "x after the call")
+
+
+# ---- refusals
+
+X = torch.randn(4, 64)
+M = torch.eye(16)
+NV = {"format": NVFP4, "encode_scale": 1.0}
+W = weight("nvfp4", 8, 64)
+REFUSALS: dict[str, tuple[Callable[[], object], list[str]]] = {
+    "R does not divide K, though it divides numel": (lambda: ops.rotate(torch.randn(2, 24), M), ["rotate", "24", "16"]),
+    "a matrix that is not square": (lambda: ops.rotate(X, torch.randn(16, 32)), ["rotate", "16, 32"]),
+    "a matrix of integers": (lambda: ops.rotate(X, torch.ones(16, 16, dtype=torch.int32)), ["rotate", "int32"]),
+    "x of integers": (lambda: ops.rotate(torch.ones(4, 64, dtype=torch.int32), M), ["rotate", "int32"]),
+    "x of float64": (lambda: ops.rotate(X.double(), M), ["rotate", "float64"]),
+    "x without dimensions": (lambda: ops.rotate(torch.tensor(1.0), M), ["rotate"]),
+    "out_dtype of integers": (lambda: ops.rotate(X, M, out_dtype=torch.int32), ["rotate", "int32"]),
+    "an unknown backend": (lambda: ops.rotate(X, M, backend="warp_drive"), ["warp_drive"]),
+    "K = 24": (lambda: ops.rotate_quantize(torch.randn(2, 24), **NV), ["rotate_quantize", "24", "16"]),
+    "MXFP4 with K = 48": (
+        lambda: ops.rotate_quantize(torch.randn(2, 48), format=MXFP4),
+        ["rotate_quantize", "48", "32"],
+    ),
+    "NVFP4 without encode": (lambda: ops.rotate_quantize(X, format=NVFP4), ["rotate_quantize", "encode_scale"]),
+    "two encode scales": (
+        lambda: ops.rotate_quantize(X, format=NVFP4, encode_scale=torch.ones(2)),
+        ["rotate_quantize", "encode_scale", "2"],
+    ),
+    "an unknown recipe": (lambda: ops.rotate_quantize(X, recipe="best", **NV), ["rotate_quantize", "best", "token"]),
+    "an unknown rule": (lambda: ops.rotate_quantize(X, format=MXFP4, rule="up"), ["rotate_quantize", "up", "rceil"]),
+    "an unknown layout": (lambda: ops.rotate_quantize(X, scale_layout="zigzag", **NV), ["zigzag", "blocked"]),
+    "an unknown format": (lambda: ops.rotate_quantize(X, format="int4"), ["int4", "nvfp4", "mxfp4"]),
+    "MXFP4 values in fp16": (
+        lambda: ops.rotate_quantize_dequantize(X.half(), format=MXFP4),
+        ["rotate_quantize_dequantize", "float16"],
+    ),
+    "MXFP4 values asked for in fp16": (
+        lambda: ops.rotate_quantize_dequantize(X, format=MXFP4, out_dtype=torch.float16),
+        ["rotate_quantize_dequantize", "float16"],
+    ),
+    "a product with another K": (lambda: ops.fp4_matmul(torch.randn(2, 48), weight=W), ["fp4_matmul", "48"]),
+    "a bias of another length": (
+        lambda: ops.fp4_matmul(X, weight=W, bias=torch.ones(7)),
+        ["fp4_matmul", "bias", "7", "8"],
+    ),
+    "codes without their scales": (
+        lambda: ops.fp4_matmul(W.codes, torch.ones(1), weight=W),
+        ["fp4_matmul", "x_block_scale"],
+    ),
+    "codes with scales of another shape": (
+        lambda: ops.fp4_matmul(W.codes, torch.ones(1), weight=W, x_block_scale=W.block_scale[:, :3]),
+        ["fp4_matmul", "8, 3"],
+    ),
+    "tensor scales of another length": (lambda: ops.fp4_matmul(X, torch.ones(3), weight=W), ["fp4_matmul", "3"]),
+    "scales of floats": (lambda: ops.swizzle_scales(torch.ones(4, 4)), ["swizzle_scales", "float32"]),
+    "a buffer of another size": (
+        lambda: ops.unswizzle_scales(torch.zeros(512, dtype=torch.uint8), 129, 4),
+        ["512", "129"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_refused_saying_needed_found_and_what_to_do(case: str) -> None:
+    call, words = REFUSALS[case]
+    assert_refused(call, *words)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: ops.rotate(x, M),
+        lambda x: ops.rotate_quantize(x, **NV),
+        lambda x: ops.rotate_quantize_dequantize(x, **NV),
+        lambda x: ops.fp4_matmul(x, weight=W),
+    ],
+    ids=["rotate", "rotate_quantize", "rotate_quantize_dequantize", "fp4_matmul"],
+)
+def test_gradients_are_refused_and_named(call) -> None:
+    x = torch.randn(4, 64, requires_grad=True)
+    text = assert_refused(lambda: call(x))
+    assert ("grad" in text and "no_grad" in text) or "inference_mode" in text, f"does not say the way out: {text}"
+    with torch.no_grad():
+        call(x)
+    with torch.inference_mode():
+        call(torch.randn(4, 64))
+    call(x.detach())
+
+
+def test_a_layer_under_gradients_is_refused() -> None:
+    x = torch.randn(4, 64, requires_grad=True)
+    assert_refused(lambda: layer("nvfp4", "fp4")(x), "grad")
+
+
+def test_an_explicit_backend_is_never_replaced() -> None:
+    """A backend with a reason against this machine refuses by name, with its reasons."""
+    from quarterturn.backends import BACKENDS
+
+    for backend in BACKENDS:
+        reasons = backend.missing(torch.device("cpu"))
+        if reasons:
+            text = assert_refused(lambda name=backend.NAME: ops.rotate(X, M, backend=name), backend.NAME)
+            assert all(reason.splitlines()[0] in text for reason in reasons)
