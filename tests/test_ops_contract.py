@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import quarterturn
-from comparing import HERE, assert_refused, assert_same_bits
+from comparing import HERE, assert_refused, assert_same_bits, or_refusal
 from quarterturn import MXFP4, NVFP4, FP4Linear, ops
 from test_ops_matmul import activations, weight
 
@@ -146,6 +147,11 @@ REFUSALS: dict[str, tuple[Callable[[], object], list[str]]] = {
         lambda: ops.rotate_quantize(X, format=NVFP4, encode_scale=torch.ones(2)),
         ["rotate_quantize", "encode_scale", "2"],
     ),
+    "a matrix without entries": (lambda: ops.rotate(X, torch.ones(0, 0)), ["rotate"]),
+    "an encode scale of zero": (lambda: ops.rotate_quantize(X, format=NVFP4, encode_scale=0.0), ["encode_scale"]),
+    "an encode scale below zero": (lambda: ops.rotate_quantize(X, format=NVFP4, encode_scale=-1.0), ["encode_scale"]),
+    "an encode scale of NaN": (lambda: ops.rotate_quantize(X, format=NVFP4, encode_scale=math.nan), ["encode_scale"]),
+    "tensors on two devices": (lambda: ops.rotate(X, M.to("meta")), ["rotate", "meta", "cpu"]),
     "an unknown recipe": (lambda: ops.rotate_quantize(X, recipe="best", **NV), ["rotate_quantize", "best", "token"]),
     "an unknown rule": (lambda: ops.rotate_quantize(X, format=MXFP4, rule="up"), ["rotate_quantize", "up", "rceil"]),
     "an unknown layout": (lambda: ops.rotate_quantize(X, scale_layout="zigzag", **NV), ["zigzag", "blocked"]),
@@ -205,6 +211,11 @@ def test_gradients_are_refused_and_named(call) -> None:
     with torch.inference_mode():
         call(torch.randn(4, 64))
     call(x.detach())
+
+
+def test_a_width_of_zero_is_right_or_refused() -> None:
+    made, _ = or_refusal(lambda: ops.rotate_quantize(torch.ones(2, 0), **NV))
+    assert made is None or tuple(made[0].shape) == (2, 0)
 
 
 def test_a_layer_under_gradients_is_refused() -> None:

@@ -57,6 +57,12 @@ def test_hadamard_orders_that_cannot_be() -> None:
         assert "matrix" in text or "random" in text or "128" in text, f"says no way out: {text}"
 
 
+@pytest.mark.parametrize("size", [16.0, "16", None, True])
+def test_an_order_that_is_no_integer_is_refused(size: object) -> None:
+    with pytest.raises((ValueError, TypeError), match="hadamard"):
+        hadamard(size)
+
+
 def test_every_order_is_orthogonal_or_refused_saying_which_can() -> None:
     built = []
     for size in range(4, 257, 4):
