@@ -178,6 +178,7 @@ def test_the_command_without_its_packages_says_what_to_install() -> None:
     code = """
         import sys
         sys.modules["typer"] = None
+        sys.stderr = sys.stdout
         sys.argv, sys.stderr = ["quarterturn", "--help"], sys.stdout
         from quarterturn.cli import main
         try:

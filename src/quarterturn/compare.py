@@ -20,6 +20,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from . import __version__
+from .checkpoint import recognise
+from .errors import refusal
 from .evaluate import (
     ActivationStatistics,
     Judgement,
@@ -67,14 +70,19 @@ class Variant:
 
     @property
     def label(self) -> str:
-        return f"{self.format} · {self.transform}"
+        return f"{self.format.upper()} · {self.transform}"
 
 
 @dataclass
 class Study:
-    """A layer's real input before and after each transform: (M, K) fp32, statistics, and its rounding error."""
+    """A layer's real input before and after each transform: (M, K) fp32, statistics, and its rounding error.
+
+    The first token is left out and its largest magnitude kept apart, in units of the others' rms: many models park
+    attention there, with activations so large that nothing else would be seen.
+    """
 
     layer: str
+    first_token: float
     x: dict[str, Tensor]
     statistics: dict[str, ActivationStatistics]
     rounding: dict[str, dict[str, float]]
@@ -125,6 +133,10 @@ def compare(
     each variant goes on from, greedily. Everything runs in float32 on the CPU and in bf16 on a GPU. Raises Refusal for
     what cannot be quantized.
     """
+    kind = recognise(model_path)
+    if kind != "unquantized":
+        raise refusal("compare", "the model is quantized already.", file=model_path,
+                      needs=[("a model in floating point", kind)], do="start from the original model")  # fmt: skip
     out.mkdir(parents=True, exist_ok=True)
     variants = [Variant(fmt, _full(t, fmt), activations) for fmt in formats for t in transforms]
     seconds: dict[str, float] = {}
@@ -284,15 +296,18 @@ def _study(original: PreTrainedModel, cut: Tensor, pairs: Sequence[tuple[str, st
     fmt = get_format(pairs[0][0])
     layers = select_layers(original, fmt).layers
     found = activations(original, cut[:1, :_STUDY_TOKENS], list(layers))
-    heaviest = max(found, key=lambda name: activation_statistics(found[name]).kurtosis)
-    x = found[heaviest]
+    heaviest = max(found, key=lambda name: activation_statistics(found[name][1:]).kurtosis)
+    first, x = found[heaviest][:1], found[heaviest][1:]
+    first_token = float(first.abs().max() / x.square().mean().sqrt())
     turned: dict[str, Tensor] = {"none": x}
     rounding: dict[str, dict[str, float]] = {}
     for format, spec in pairs:
         transform = plan_transforms(spec, {heaviest: layers[heaviest]}, fmt)[heaviest]
         turned.setdefault(spec, x if transform is None else transform.apply(x).float())
         rounding.setdefault(format, {})[spec] = _rounding_error(turned[spec], format)
-    return Study(heaviest, turned, {spec: activation_statistics(t) for spec, t in turned.items()}, rounding)
+    return Study(
+        heaviest, first_token, turned, {spec: activation_statistics(t) for spec, t in turned.items()}, rounding
+    )
 
 
 def _rounding_error(z: Tensor, format: str) -> float:
@@ -306,14 +321,23 @@ def _facts() -> dict[str, str]:
     """Versions and machine, as text."""
     from importlib.metadata import version
 
-    packages = ("quarterturn", "torch", "transformers", "compressed-tensors")
-    facts = {name: _version(version, name) for name in packages}
+    facts = {"quarterturn": __version__}
+    facts |= {name: _version(version, name) for name in ("torch", "transformers", "compressed-tensors")}
     facts["python"] = platform.python_version()
-    facts["device"] = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{platform.machine()} CPU"
+    facts["device"] = torch.cuda.get_device_name() if torch.cuda.is_available() else _cpu_name()
     facts["threads"] = str(torch.get_num_threads())
     facts["arithmetic"] = str(_compute_dtype()).removeprefix("torch.")
     facts["peak memory"] = f"{peak_memory()['host'] / 2**30:.1f} GiB"
     return facts
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
+    except OSError:
+        lines = []
+    named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{named[0] if named else platform.machine()} (CPU, {torch.backends.cpu.get_cpu_capability()})"
 
 
 def _version(version: Callable[[str], str], name: str) -> str:

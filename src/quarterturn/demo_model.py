@@ -38,7 +38,7 @@ def demo_model() -> Path:
     or gguf is not installed, with the command that installs it.
     """
     gguf = gguf_file()
-    folder = cache_dir() / f"smollm2-135m-instruct-{importlib.metadata.version(PACKAGE)}"
+    folder = cache_dir() / f"{PACKAGE}-{importlib.metadata.version(PACKAGE)}" / "SmolLM2-135M-Instruct"
     if (folder / "config.json").is_file():
         return folder
     _require_gguf_reader()

@@ -178,11 +178,12 @@ def judge(
 def relative_change(new: Judgement, old: Judgement) -> tuple[float, float]:
     """Perplexity of `new` over `old` less 1, and its standard error from the windows that both were judged on.
 
-    The error is that of the mean paired difference per window; NaN for fewer than two windows.
+    The error comes from the paired differences per window; NaN for fewer than two windows.
     """
     differences = torch.tensor(new.window_nll, dtype=torch.float64) - torch.tensor(old.window_nll, dtype=torch.float64)
     spread = float(differences.std()) / math.sqrt(len(differences)) if len(differences) > 1 else math.nan
-    return math.expm1(new.mean_nll - old.mean_nll), spread
+    change = math.expm1(new.mean_nll - old.mean_nll)
+    return change, (1 + change) * spread
 
 
 def perplexity(model: PreTrainedModel, ids: Tensor, *, window: int = 512) -> float:
@@ -273,7 +274,8 @@ def layer_errors(
     def compare(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
             if args[0].numel():
-                y = ours[name](args[0].to(_device_of(ours[name])))
+                # Not a call of the module: its hooks are this one where a model is compared with itself.
+                y = ours[name].forward(args[0].to(_device_of(ours[name])))
                 sums[name][0] += float((y.to(output.device).double() - output.double()).square().sum())
                 sums[name][1] += float(output.double().square().sum())
 

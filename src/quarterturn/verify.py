@@ -18,6 +18,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,6 +44,7 @@ SCALED = "wrong factor"
 # In units of the yardstick: a hypothesis fits below the first, and is ruled out above the second (but never above 0.8).
 _FITS, _RULED_OUT = 2.5, 5.0
 _HADAMARD_SIZES = (16, 32, 64, 128)
+_ROWS = 256
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,15 @@ class _Hypothesis:
     matrix: Tensor | None
 
 
+class _Tried(NamedTuple):
+    """A pair of hypotheses with the error of its best factor."""
+
+    error: float
+    factor: float
+    first: _Hypothesis
+    second: _Hypothesis
+
+
 Named = Mapping[str, Transform]
 
 
@@ -97,23 +108,29 @@ def check_layer(
         )
     if not bool(torch.isfinite(original).all() and torch.isfinite(decoded).all()):
         return LayerVerdict(layer, CANNOT_TELL, "a weight is not finite", math.nan, math.nan, math.nan)
-    weight, stored = original.double(), decoded.double()
+    weight, stored = original.float(), decoded.float()
     inputs = _hypotheses("input", input_transform, weight.shape[1], others or {})
     outputs = _hypotheses("output", output_transform, weight.shape[0], others or {})
-    declared = _turn(weight, inputs[0].matrix, outputs[0].matrix)
-    yardstick = _distance(round_to_nearest(declared.float(), format).dequantize().double(), declared)[0]
-    tried = []
-    for first in inputs:
-        for second in outputs:
-            error, factor = _distance(stored, _turn(weight, first.matrix, second.matrix))
-            tried.append((error, factor, first, second))
-    return _decide(layer, tried, yardstick)
+    # Whole blocks of rows are enough to tell the hypotheses apart; the two that matter are then measured in full.
+    size = output_transform.size if output_transform is not None else 1
+    rows = slice(0, -(-_ROWS // size) * size)
+
+    def tried(first: _Hypothesis, second: _Hypothesis, rows: slice = rows) -> _Tried:
+        return _Tried(*_distance(stored[rows], _turn(weight[rows], first.matrix, second.matrix)), first, second)
+
+    declared = _turn(weight[rows], inputs[0].matrix, outputs[0].matrix)
+    yardstick = _distance(round_to_nearest(declared, format).dequantize(), declared)[0]
+    found = [tried(first, second) for first in inputs for second in outputs]
+    nearest = min(found, key=lambda t: t.error)
+    whole = slice(0, None)
+    found = [tried(t.first, t.second, whole) if t is found[0] or t is nearest else t for t in found]
+    return _decide(layer, found, yardstick)
 
 
-def _decide(layer: str, tried: list[tuple[float, float, _Hypothesis, _Hypothesis]], yardstick: float) -> LayerVerdict:
-    declared = tried[0][0]
-    error, factor, first, second = min(tried, key=lambda t: t[0])
-    near = [t for t in tried if t[0] <= max(error * 1.5, error + yardstick / 2)]
+def _decide(layer: str, tried: list[_Tried], yardstick: float) -> LayerVerdict:
+    declared = tried[0].error
+    error, factor, first, second = min(tried, key=lambda t: t.error)
+    near = [t for t in tried if t.error <= max(error * 1.5, error + yardstick / 2)]
     wrong = [side for side in (first, second) if side.verdict != OK]
 
     def verdict(text: str, detail: str) -> LayerVerdict:
@@ -122,13 +139,13 @@ def _decide(layer: str, tried: list[tuple[float, float, _Hypothesis, _Hypothesis
     if not math.isfinite(error):
         return verdict(CANNOT_TELL, "the weight is zero everywhere")
     if error > min(_RULED_OUT * yardstick, 0.8):
-        if tried[0][2].matrix is None and tried[0][3].matrix is None:
+        if tried[0].first.matrix is None and tried[0].second.matrix is None:
             return verdict(DIFFERENT, "no transform is declared, and no Hadamard tried explains the difference")
         return verdict(OTHER, "none of the hypotheses fits: another matrix, or another original")
     if error > _FITS * yardstick:
         return verdict(CANNOT_TELL, f"nearest: {_describe(first, second)}, but farther than rounding explains")
     if len(near) > 1:
-        names = " or ".join(sorted({_describe(t[2], t[3]) for t in near}))
+        names = " or ".join(sorted({_describe(t.first, t.second) for t in near}))
         return verdict(CANNOT_TELL, f"these fit equally: {names}")
     if wrong:
         return verdict(wrong[0].verdict, _describe(first, second))

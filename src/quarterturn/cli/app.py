@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from .. import __version__
 from . import inspecting, making, running
 
 app = typer.Typer(
@@ -21,9 +22,7 @@ app = typer.Typer(
 
 def _version(asked: bool) -> None:
     if asked:
-        from importlib.metadata import version
-
-        typer.echo(f"quarterturn {version('quarterturn')}")
+        typer.echo(f"quarterturn {__version__}")
         raise typer.Exit
 
 

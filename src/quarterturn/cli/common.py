@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 Track = Callable[[str, int], Callable[[int], None]]
 
-out = Console(highlight=False, soft_wrap=False)
+out = Console(highlight=False, soft_wrap=True)
 err = Console(stderr=True, highlight=False)
 
 

