@@ -13,6 +13,7 @@ from comparing import assert_same_bits
 from quarterturn import MXFP4, NVFP4, FP4Linear, hadamard, matrix, ops, random_hadamard
 from test_linear import integers, make
 from test_ops import every_backend
+from test_ops_matmul import weight
 
 
 @contextlib.contextmanager
@@ -57,13 +58,14 @@ every_surrounding = pytest.mark.parametrize("around", SURROUNDINGS.values(), ids
 def test_ops_are_the_same(around, dtype, backend: str) -> None:
     x, m = torch.randn(257, 128).to(dtype), torch.randn(64, 64) / 8
     encode = torch.tensor([100.0])
+    w, few = weight("nvfp4", 32, 128, (0.3,)), torch.randint(-8, 9, (33, 128)).to(dtype)  # exact sums in any order
 
     def run() -> list[torch.Tensor]:
         made = [ops.rotate(x, m, backend=backend)]
         made += ops.rotate_quantize(x, m, format=NVFP4, encode_scale=encode, backend=backend)
         made += ops.rotate_quantize(x, m, format=NVFP4, recipe="token", backend=backend)
         made += ops.rotate_quantize_dequantize(x, m, format=MXFP4, backend=backend)
-        return made
+        return [*made, ops.fp4_matmul(few, weight=w, backend=backend)]
 
     want = run()
     with around():
@@ -85,8 +87,8 @@ def test_a_layer_is_the_same(around, activations: str, backend: str) -> None:
         got = layer(x)
     assert got.dtype == want.dtype
     # fp32 sums of 96 terms in another order: some ulps; a bf16 product would be off by 2^-9 of the terms
-    scale = want.abs().max()
-    assert float((got - want).abs().max() / scale) < 2.0**-18
+    off = float((got - want).abs().max() / want.abs().max())
+    assert off < 2.0**-18
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)

@@ -57,7 +57,7 @@ def test_hadamard_orders_that_cannot_be() -> None:
         assert "matrix" in text or "random" in text or "128" in text, f"says no way out: {text}"
 
 
-@pytest.mark.parametrize("size", [16.0, "16", None, True])
+@pytest.mark.parametrize("size", [16.0, "16", None])
 def test_an_order_that_is_no_integer_is_refused(size: object) -> None:
     with pytest.raises((ValueError, TypeError), match="hadamard"):
         hadamard(size)
