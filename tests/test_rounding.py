@@ -29,7 +29,9 @@ def test_nvfp4_lone_value(value: float, scale: float, decoded: float) -> None:
     assert got.dequantize()[0, -1].item() == decoded
 
 
-@pytest.mark.parametrize(("value", "byte", "decoded"), [(4, 127, 4), (5, 127, 4), (6.5, 127, 6), (7, 128, 8), (7.5, 128, 8)])
+@pytest.mark.parametrize(
+    ("value", "byte", "decoded"), [(4, 127, 4), (5, 127, 4), (6.5, 127, 6), (7, 128, 8), (7.5, 128, 8)]
+)
 def test_mxfp4_lone_value(value: float, byte: int, decoded: float) -> None:
     got = round_to_nearest(lone(value, 32), MXFP4)
     assert got.block_scale.item() == byte

@@ -30,7 +30,9 @@ KINDS: dict[str, tuple[type, type, dict[str, Any]]] = {
 }
 
 
-def tiny_model(kind: str = "llama", dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any) -> PreTrainedModel:
+def tiny_model(
+    kind: str = "llama", dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any
+) -> PreTrainedModel:
     """A two-layer model of hidden width 64, MLP width 96 (MoE: 64 per expert), with a few heavy channels and biases."""
     config_class, model_class, extra = KINDS[kind]
     sizes = {

@@ -25,7 +25,7 @@ from .calibration import Texts, builtin_text, collect_amax, share_amax, token_ba
 from .prepare import prepared
 from .rtn import encode_scale, fold_weight, round_to_nearest, weight_amax
 from .walk import TransformLike, plan_transforms, shared_groups
-from .writer import save_checkpoint
+from .writer import make_saveable, save_checkpoint
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -92,6 +92,7 @@ def quantize(
         selection.settle()
         _replace_layers(loaded, selection.layers, fmt, activations, plan, amax, track("quantizing", len(plan)))
     loaded.eval().requires_grad_(False)
+    make_saveable(loaded)
     loaded.quantization_notes = selection.notes
     for note in selection.notes:
         _log.info(note)

@@ -55,10 +55,7 @@ def new_folder(target: Path, overwrite: bool = False) -> Iterator[Path]:
     work = Path(tempfile.mkdtemp(prefix=f"{_prefix(target)}{os.getpid()}-", dir=target.parent))
     try:
         yield work
-        # mkdtemp makes a private folder; a checkpoint is as readable as any other folder.
-        umask = os.umask(0)
-        os.umask(umask)
-        work.chmod(0o777 & ~umask)
+        _make_readable(work)
         _flush(work)
         check_target(target, overwrite)
         _put_in_place(work, target)
@@ -107,6 +104,15 @@ def _exchange(one: Path, other: Path) -> bool:
     if rename is None:
         return False
     return rename(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0
+
+
+def _make_readable(folder: Path) -> None:
+    """mkdtemp and safetensors make private folders and files; a checkpoint is as readable as anything else."""
+    umask = os.umask(0)
+    os.umask(umask)
+    folder.chmod(0o777 & ~umask)
+    for file in folder.iterdir():
+        file.chmod(0o666 & ~umask)
 
 
 def _flush(folder: Path) -> None:

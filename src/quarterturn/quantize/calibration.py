@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..errors import refusal
@@ -113,7 +114,7 @@ def collect_amax(
     found: list[dict[str, float]] = [{} for _ in plans]
     run = _runner(model, layers)
     device = next(model.parameters()).device
-    with _recording(layers, plans, found), torch.no_grad():
+    with _recording(layers, plans, found), _fp32_products(model), torch.no_grad():
         for batch in batches:
             run(input_ids=batch.to(device), use_cache=False)
             advance()
@@ -152,6 +153,25 @@ def _recording(
     finally:
         for handle in handles:
             handle.remove()
+
+
+@contextmanager
+def _fp32_products(model: nn.Module) -> Iterator[None]:
+    """On a CPU, multiply half-precision weights in fp32, rounded once: without bf16 units that is many times faster."""
+    half = (torch.bfloat16, torch.float16)
+    slow = [m for m in model.modules() if type(m) is nn.Linear and m.weight.dtype in half and m.weight.is_cpu]
+
+    def widened(layer: nn.Linear) -> Callable[[Tensor], Tensor]:
+        bias = None if layer.bias is None else layer.bias.float()
+        return lambda input: F.linear(input.float(), layer.weight.float(), bias).to(input.dtype)
+
+    for layer in slow:
+        layer.forward = widened(layer)  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        for layer in slow:
+            del layer.forward
 
 
 def _recorder(

@@ -103,15 +103,15 @@ def _e8m0_even_bytes(amax: Tensor) -> Tensor:
 
 
 def _e2m1_codes(groups: Tensor, divisor: Tensor) -> Tensor:
-    """Codes 0..15 of groups / divisor; all 0 where the divisor is 0."""
-    scaled = groups / divisor
-    magnitude = torch.bucketize(scaled.abs(), _boundaries(groups.device), out_int32=True)
-    codes = magnitude + 8 * torch.signbit(groups)
-    return torch.where(divisor > 0, codes, torch.zeros_like(codes)).to(torch.uint8)
-
-
-def _boundaries(device: torch.device) -> Tensor:
-    """A magnitude above the i-th boundary has a code above i. Ties go to the even code, so every second one goes up."""
-    ties = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
-    inclusive = torch.tensor([False, True, False, True, False, True, False])
-    return torch.where(inclusive, torch.nextafter(ties, torch.zeros_like(ties)), ties).to(device)
+    """Codes 0..15 of groups / divisor, uint8; all 0 where the divisor is 0."""
+    magnitude = (groups / divisor).abs_()
+    # Ties go to the even code: half of them up, half down.
+    codes = (magnitude > 0.25).to(torch.uint8)
+    codes += magnitude >= 0.75
+    codes += magnitude > 1.25
+    codes += magnitude >= 1.75
+    codes += magnitude > 2.5
+    codes += magnitude >= 3.5
+    codes += magnitude > 5.0
+    codes += torch.signbit(groups).to(torch.uint8) << 3
+    return codes * (divisor > 0)

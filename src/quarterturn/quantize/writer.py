@@ -2,7 +2,7 @@
 
 Everything is read off the layers themselves (format, activations, transforms), so a model that was loaded is saved the
 same way as one that was just quantized. Names go from the model's modules to those of its files the way Transformers'
-own `save_pretrained` does it.
+own `save_pretrained` does it; that works on the model too, with the same tensors, but not atomically.
 """
 
 from __future__ import annotations
@@ -18,10 +18,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..checkpoint_write import LayerGroup, TransformGroup, layer_tensors, quantization_config, transform_tensor
+from ..checkpoint.write import (
+    LayerGroup,
+    TransformGroup,
+    layer_tensors,
+    quantization_config,
+    stored_matrix,
+    transform_tensor,
+)
 from ..errors import missing_package, refusal
+from ..integrations.builder import RENAMED
 from ..integrations.experts import fused_experts
-from ..linear import FP4Linear
+from ..linear import FP4Linear, RotatedLinear
 from ..transforms import Transform
 from .atomic import new_folder
 
@@ -54,11 +62,7 @@ def save_checkpoint(
     where the model has no FP4Linear layer, and where a layer holds what the format cannot say. Returns the path.
     """
     target = Path(path)
-    layers = {name: m for name, m in model.named_modules() if isinstance(m, FP4Linear)}
-    _check_layers(layers)
-    file_name = _file_names(model)
-    transforms = _transform_groups(layers, _unquantized(model), file_name)
-    config = _config(model, layers, [group for group, _ in transforms], file_name)
+    layers, transforms, config = _described(model)
     tensors = _tensors(model, layers, transforms)
     with new_folder(target, overwrite) as folder:
         _write_shards(tensors, folder, max_shard_size)
@@ -71,7 +75,55 @@ def save_checkpoint(
     return target
 
 
-def _check_layers(layers: Mapping[str, FP4Linear]) -> None:
+def make_saveable(model: Any) -> None:
+    """Let Transformers' own `save_pretrained` write a model that was quantized in memory.
+
+    It gets its quantization_config, the matrices of its transforms, and the renaming of the layers' buffers.
+    """
+    from transformers.core_model_loading import WeightRenaming
+
+    _, transforms, config = _described(model)
+    for group, first in transforms:
+        model.get_submodule(first).add_module(f"{group.scheme}_{group.location}", StoredMatrix(group.transform))
+    renamings = [WeightRenaming(rf"\.{theirs}$", f".{ours}") for theirs, ours in RENAMED.items()]
+    model._weight_conversions = _conversions(model) + renamings
+    model.config.quantization_config = config.quantization_config
+
+
+class StoredMatrix(nn.Module):
+    """A transform's matrix as a file holds it; nothing computes with it, and it stays float64."""
+
+    weight: Tensor
+
+    def __init__(self, transform: Transform) -> None:
+        super().__init__()
+        self.register_buffer("weight", stored_matrix(transform))
+
+    def _apply(self, fn: Any, recurse: bool = True) -> StoredMatrix:
+        super()._apply(lambda t: t.to(fn(t).device), recurse)
+        return self
+
+
+def _described(model: Any) -> tuple[dict[str, FP4Linear], list[tuple[TransformGroup, str]], Any]:
+    """The model's 4-bit layers, their transforms with the first layer of each, and the config that says so."""
+    layers = {name: m for name, m in model.named_modules() if isinstance(m, FP4Linear)}
+    _check_layers(model, layers)
+    file_name = _file_names(model)
+    transforms = _transform_groups(layers, _unquantized(model), file_name)
+    _check_nothing_lost(model, transforms)
+    return layers, transforms, _config(model, layers, [group for group, _ in transforms], file_name)
+
+
+def _check_layers(model: nn.Module, layers: Mapping[str, FP4Linear]) -> None:
+    rotated = next((name for name, m in model.named_modules() if isinstance(m, RotatedLinear)), None)
+    if rotated is not None:
+        raise refusal(
+            "save",
+            "an online transform on an unquantized layer cannot be written here.",
+            layer=rotated,
+            needs=[("transforms on 4-bit layers", "RotatedLinear")],
+            do="use the model's own save_pretrained, which writes what was loaded",
+        )
     if not layers:
         raise refusal(
             "save",
@@ -97,6 +149,20 @@ def _check_layers(layers: Mapping[str, FP4Linear]) -> None:
             )
 
 
+def _check_nothing_lost(model: Any, transforms: list[tuple[TransformGroup, str]]) -> None:
+    """A loaded file can declare transforms that were folded away and left no trace in the layers."""
+    present = getattr(model.config, "quantization_config", None)
+    entry = present if isinstance(present, dict) or present is None else present.to_dict()
+    declared = list(((entry or {}).get("transform_config") or {}).get("config_groups") or {})
+    if declared and len(declared) != len(transforms):
+        raise refusal(
+            "save",
+            "the transforms of this loaded model cannot all be read off its layers.",
+            needs=[(f"the {len(declared)} declared ones ({', '.join(declared)})", f"{len(transforms)} in the layers")],
+            do="use the model's own save_pretrained, which writes what was loaded",
+        )
+
+
 def _tensors(
     model: nn.Module, layers: Mapping[str, FP4Linear], transforms: list[tuple[TransformGroup, str]]
 ) -> dict[str, Tensor]:
@@ -106,7 +172,8 @@ def _tensors(
         from transformers.modeling_utils import remove_tied_weights_from_state_dict
     except ImportError:
         raise missing_package("save", "transformers", "pip install 'transformers>=5.17'") from None
-    state = {name: t for name, t in model.state_dict().items() if name.rpartition(".")[0] not in layers}
+    prefixes = tuple(f"{name}." for name in layers)
+    state = {name: t for name, t in model.state_dict().items() if not name.startswith(prefixes)}
     skipped = getattr(model, "_keys_to_ignore_on_save", None) or ()
     state = remove_tied_weights_from_state_dict({n: t for n, t in state.items() if n not in skipped}, model)
     for name, layer in layers.items():
@@ -190,14 +257,9 @@ def _identity(transform: Transform) -> tuple[Any, ...]:
 
 def _file_names(model: nn.Module) -> Callable[[str], str]:
     """From a module's name to its name in the file: the renamings of Transformers, backwards."""
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import PrefixChange, WeightRenaming
+    from transformers.core_model_loading import WeightRenaming
 
-    conversions = getattr(model, "_weight_conversions", None)
-    if conversions is None:
-        made = get_model_conversion_mapping(model, add_legacy=False)
-        conversions = [c for c in made if not isinstance(c, PrefixChange)]
-    renamings = [c.reverse_transform() for c in reversed(conversions) if isinstance(c, WeightRenaming)]
+    renamings = [c.reverse_transform() for c in reversed(_conversions(model)) if isinstance(c, WeightRenaming)]
 
     def rename(name: str) -> str:
         if name.startswith("re:"):
@@ -208,6 +270,18 @@ def _file_names(model: nn.Module) -> Callable[[str], str]:
         return key.removesuffix(".weight")
 
     return rename
+
+
+def _conversions(model: Any) -> list[Any]:
+    """What Transformers did to the names of this model's files, or would do, as its own saving takes it."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import PrefixChange
+
+    conversions = getattr(model, "_weight_conversions", None)
+    if conversions is not None:
+        return list(conversions)
+    # Whether a prefix was in the files is known of loaded models alone.
+    return [c for c in get_model_conversion_mapping(model, add_legacy=False) if not isinstance(c, PrefixChange)]
 
 
 def _write_shards(tensors: Mapping[str, Tensor], folder: Path, max_shard_size: int | str) -> None:

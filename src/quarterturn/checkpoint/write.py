@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .errors import refusal
-from .formats import FP4Format
-from .tensor import FP4Tensor
-from .transforms import Transform, hadamard
+from ..errors import refusal
+from ..formats import FP4Format
+from ..tensor import FP4Tensor
+from ..transforms import Transform, hadamard
+from .read import INPUT_ENCODE, PACKED, SCALE, WEIGHT_ENCODE
 
 FORMAT_VERSION = "0.17.0"
 """The oldest compressed-tensors that reads what is written here."""
@@ -57,12 +58,12 @@ def layer_tensors(
             needs=[("one output range", f"{len(weight.output_sizes)} ranges {list(weight.output_sizes)}")],
             do="write its parts as layers of their own",
         )
-    tensors = {f"{name}.weight_packed": weight.codes, f"{name}.weight_scale": weight.linear_block_scale()}
+    tensors = {f"{name}.{PACKED}": weight.codes, f"{name}.{SCALE}": weight.linear_block_scale()}
     if weight.format.has_tensor_scale:
         stored = weight.tensor_scale.reciprocal() if weight.encode_scale is None else weight.encode_scale
-        tensors[f"{name}.weight_global_scale"] = stored.reshape(1)
+        tensors[f"{name}.{WEIGHT_ENCODE}"] = stored.reshape(1)
         if input_encode_scale is not None:
-            tensors[f"{name}.input_global_scale"] = input_encode_scale.reshape(1)
+            tensors[f"{name}.{INPUT_ENCODE}"] = input_encode_scale.reshape(1)
     if bias is not None:
         tensors[f"{name}.bias"] = bias
     return tensors
