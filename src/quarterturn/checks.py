@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -46,7 +48,12 @@ def rest(op: str, x: Tensor, *others: Tensor | None) -> None:
 def blocks(op: str, k: int, matrix: Tensor | None) -> None:
     if matrix is None:
         return
-    if matrix.dim() != 2 or matrix.shape[0] != matrix.shape[1] or not matrix.dtype.is_floating_point:
+    if (
+        matrix.dim() != 2
+        or matrix.shape[0] != matrix.shape[1]
+        or matrix.shape[0] == 0
+        or not matrix.dtype.is_floating_point
+    ):
         raise refusal(
             op,
             "the matrix is not square.",
@@ -63,7 +70,7 @@ def blocks(op: str, k: int, matrix: Tensor | None) -> None:
 
 
 def quantizer(op: str, k: int, fmt: FP4Format, encode_scale: Tensor | None, recipe: str, rule: str) -> None:
-    if k % fmt.group_size:
+    if k % fmt.group_size or k == 0:
         raise refusal(
             op,
             "K is not whole groups.",
@@ -110,9 +117,9 @@ def weight(
     n = weight.shape[0]
     packed = block_scale is not None
     needs = []
-    expected = (n, k // 2 if packed else k)
-    if tuple(weight.shape) != expected or (weight.dtype == torch.uint8) != packed:
-        needs.append((f"weight {expected} for K = {k}", f"{weight.dtype} {tuple(weight.shape)}"))
+    held = weight.shape[-1] * (2 if packed else 1)
+    if weight.dim() != 2 or held != k or (weight.dtype == torch.uint8) != packed:
+        needs.append((f"a weight (N, {k}), as x is (..., {k})", f"({n}, {held}) in {weight.dtype}"))
     if block_scale is not None and tuple(block_scale.shape) != fmt.scale_shape(n, k):
         needs.append((f"block_scale {fmt.scale_shape(n, k)}", str(tuple(block_scale.shape))))
     if tensor_scale.numel() != len(sizes) or sum(sizes) != n:
@@ -170,4 +177,15 @@ def x_tensor_scale(op: str, scale: Tensor | None, rows: int) -> None:
             "x_tensor_scale does not fit.",
             needs=[(f"one element or {rows}", str(scale.numel()))],
             do="pass one per tensor or one per row",
+        )
+
+
+def encode_scale(value: float) -> None:
+    """An encode scale given as a number; a tensor's value is not looked at, since that would wait for the device."""
+    if not (math.isfinite(value) and value > 0):
+        raise refusal(
+            "encode_scale",
+            "this is no scale.",
+            needs=[("a finite positive number", str(value))],
+            do="pass what the file stores: 448 * 6 / amax",
         )

@@ -88,7 +88,7 @@ class FP4Linear(nn.Module):
         self.requested_backend, self.weights = backend, weights
         self._check_arguments()
         if backend != "auto":
-            get_backend(backend)
+            get_backend(backend, name or None)
         parts = len(self.output_sizes)
         self.register_buffer(
             "codes", torch.empty(fmt.codes_shape(out_features, in_features), dtype=torch.uint8, device=device)
@@ -282,8 +282,17 @@ class FP4Linear(nn.Module):
         return self.refresh()
 
     def __getstate__(self) -> dict[str, Any]:
-        # Addresses mean nothing in another process, so what is derived is made again there.
-        return {**self.__dict__, "_derived_from": None}
+        # Addresses mean nothing in another process, so what is derived is made again there; and pickle does not know
+        # float8 tensors, so their bytes go.
+        buffers = {
+            name: t if t is None else t.view(torch.uint8) if t.element_size() == 1 else t
+            for name, t in self._buffers.items()
+        }
+        return {**self.__dict__, "_buffers": buffers, "_derived_from": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.block_scale = self.block_scale.view(self.format.scale_dtype)
 
 
 def _refresh(layer: nn.Module, _: object) -> None:

@@ -16,6 +16,9 @@ input that asks for gradients is refused. Every Python function here checks its 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -167,6 +170,7 @@ def _bytes(scales: Tensor) -> Tensor:
 def _encode_tensor(encode_scale: Tensor | float | None, x: Tensor) -> Tensor | None:
     if encode_scale is None or isinstance(encode_scale, Tensor):
         return encode_scale
+    checks.encode_scale(encode_scale)
     return torch.tensor([encode_scale], dtype=torch.float32, device=x.device)
 
 
@@ -497,6 +501,19 @@ def _fp4_linear_fake(
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
+def _as_written(real: Callable[..., Any]) -> Callable[..., Any]:
+    """The operator outside autocast, which would round the operands of products that are exact."""
+
+    def run(x: Tensor, *rest: Any) -> Any:
+        kind = x.device.type
+        if not torch.is_autocast_enabled(kind):
+            return real(x, *rest)
+        with torch.autocast(kind, enabled=False):
+            return real(x, *rest)
+
+    return run
+
+
 for _name, _real, _fake in (
     ("rotate", _rotate, _rotate_fake),
     ("rotate_quantize", _rotate_quantize, _rotate_quantize_fake),
@@ -506,5 +523,5 @@ for _name, _real, _fake in (
     ("fp4_matmul", _fp4_matmul, _fp4_matmul_fake),
     ("fp4_linear", _fp4_linear, _fp4_linear_fake),
 ):
-    _library.impl(_name, _real, "CompositeExplicitAutograd")
+    _library.impl(_name, _as_written(_real), "CompositeExplicitAutograd")
     torch.library.register_fake(f"quarterturn::{_name}", _fake, lib=_library)

@@ -177,14 +177,14 @@ def decode_codes(codes: Tensor, scale: Tensor, group_size: int, dtype: torch.dty
 def _scale_table(format_name: str, device: torch.device) -> Tensor:
     if format_name == "nvfp4":
         # The decode direction of a cast is exact, so torch's own is the table.
-        return torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().to(device)
-    table = torch.pow(2.0, torch.arange(256, dtype=torch.float64) - E8M0_BIAS).float()
+        return torch.arange(256, dtype=torch.uint8, device="cpu").view(torch.float8_e4m3fn).float().to(device)
+    table = torch.pow(2.0, torch.arange(256, dtype=torch.float64, device="cpu") - E8M0_BIAS).float()
     table[E8M0_NAN] = float("nan")
     return table.to(device)
 
 
 @lru_cache(maxsize=32)
 def _pair_table(device: torch.device) -> Tensor:
-    byte = torch.arange(256)
-    values = torch.tensor(E2M1_VALUES)
+    byte = torch.arange(256, device="cpu")
+    values = torch.tensor(E2M1_VALUES, dtype=torch.float32, device="cpu")
     return torch.stack((values[byte & 15], values[byte >> 4]), dim=1).to(device)

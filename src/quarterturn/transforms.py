@@ -112,7 +112,9 @@ class Transform:
 
 def matrix(values: Tensor | Sequence[Sequence[float]], factor: float = 1.0) -> Transform:
     """The transform x @ (factor * values) for any invertible (R, R) matrix. Raises Refusal for a singular one."""
-    transform = Transform(torch.as_tensor(values, dtype=torch.float64), factor)
+    transform = Transform(
+        torch.as_tensor(values, dtype=torch.float64, device=None if isinstance(values, Tensor) else "cpu"), factor
+    )
     _inverse(transform.activation_matrix())
     return transform
 
@@ -125,6 +127,13 @@ def hadamard(size: int) -> Transform:
     Raises Refusal for other orders and says the nearest that can be built. Source: Paley, "On orthogonal matrices",
     J. Math. Phys. 12 (1933).
     """
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        raise refusal(
+            "hadamard",
+            "an order is a positive whole number.",
+            needs=[("an int", repr(size))],
+            do="pass an order such as 32, or make a transform from a matrix of your own",
+        )
     entries = _hadamard_matrix(size)
     if entries is None:
         near = [n for n in range(max(1, size // 2), size * 2 + 1) if _paley_base(n) is not None]
@@ -145,13 +154,13 @@ def random_hadamard(size: int, seed: int = 0) -> Transform:
     The same seed gives the same matrix on every machine. Raises Refusal for orders that `hadamard` cannot build.
     """
     base = hadamard(size)
-    generator = torch.Generator().manual_seed(seed)
-    signs = torch.randint(0, 2, (size, 1), generator=generator, dtype=torch.float64) * 2 - 1
+    generator = torch.Generator("cpu").manual_seed(seed)
+    signs = torch.randint(0, 2, (size, 1), generator=generator, dtype=torch.float64, device="cpu") * 2 - 1
     return replace(base, matrix=signs * base.matrix)
 
 
 def _hadamard_matrix(size: int) -> Tensor | None:
-    base = _paley_base(size) if size > 0 else None
+    base = _paley_base(size)
     if base is None:
         return None
     entries = _base_matrix(base)
@@ -179,22 +188,26 @@ def _paley_prime(order: int) -> tuple[int, int] | None:
 
 def _base_matrix(order: int) -> Tensor:
     if order == 1:
-        return torch.ones(1, 1, dtype=torch.float64)
+        return torch.ones(1, 1, dtype=torch.float64, device="cpu")
     prime = _paley_prime(order)
     assert prime is not None
     q, kind = prime
     residues = {(i * i) % q for i in range(1, q)}
-    character = torch.tensor([0.0] + [1.0 if i in residues else -1.0 for i in range(1, q)], dtype=torch.float64)
-    index = (torch.arange(q).view(-1, 1) - torch.arange(q)) % q
-    core = torch.zeros(q + 1, q + 1, dtype=torch.float64)
+    character = torch.tensor(
+        [0.0] + [1.0 if i in residues else -1.0 for i in range(1, q)], dtype=torch.float64, device="cpu"
+    )
+    position = torch.arange(q, device="cpu")
+    index = (position.view(-1, 1) - position) % q
+    core = torch.zeros(q + 1, q + 1, dtype=torch.float64, device="cpu")
     core[1:, 1:] = character[index]
     core[0, 1:] = 1
-    eye = torch.eye(q + 1, dtype=torch.float64)
+    eye = torch.eye(q + 1, dtype=torch.float64, device="cpu")
     if kind == 1:
         core[1:, 0] = -1
         return eye + core
     core[1:, 0] = 1
-    plus, minus = torch.tensor([[1.0, 1], [1, -1]]).double(), torch.tensor([[1.0, -1], [-1, -1]]).double()
+    plus = torch.tensor([[1, 1], [1, -1]], dtype=torch.float64, device="cpu")
+    minus = torch.tensor([[1, -1], [-1, -1]], dtype=torch.float64, device="cpu")
     return torch.kron(core, plus) + torch.kron(eye, minus)
 
 

@@ -124,7 +124,7 @@ BACKENDS: tuple[Backend, ...] = (cast(Backend, any_torch),)
 """In the order of automatic choice."""
 
 
-def get_backend(name: str) -> Backend:
+def get_backend(name: str, layer: str | None = None) -> Backend:
     """The backend of that name. Raises BackendRefusal for any other name."""
     for backend in BACKENDS:
         if name == backend.NAME:
@@ -132,6 +132,7 @@ def get_backend(name: str) -> Backend:
     raise refusal(
         "backend",
         f"there is no backend '{name}'.",
+        layer=layer,
         needs=[(f"auto or one of {', '.join(b.NAME for b in BACKENDS)}", repr(name))],
         do="name one of them",
         kind=BackendRefusal,
@@ -153,7 +154,7 @@ def select(
     Raises BackendRefusal with every reason when the requested one cannot run.
     """
     rejected: dict[str, list[str]] = {}
-    candidates: Sequence[Backend] = BACKENDS if requested == "auto" else (get_backend(requested),)
+    candidates: Sequence[Backend] = BACKENDS if requested == "auto" else (get_backend(requested, layer),)
     for backend in candidates:
         reasons = backend.missing(device, capability)
         if problem is not None and not reasons:

@@ -184,7 +184,9 @@ def _chunks(x: Tensor) -> list[slice]:
 
 def _block(blocks: Blocks) -> Tensor:
     matrix = blocks.matrix.double()
-    return (matrix.T if blocks.transpose else matrix) * torch.tensor(blocks.factor, dtype=torch.float32).double()
+    return (matrix.T if blocks.transpose else matrix) * torch.tensor(
+        blocks.factor, dtype=torch.float32, device="cpu"
+    ).double()
 
 
 def _rotated(x: Tensor, block: Tensor | None) -> Tensor:
@@ -198,14 +200,14 @@ def _rotated(x: Tensor, block: Tensor | None) -> Tensor:
 def _encode(z: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor]:
     """encode and tensor scale, each (1, 1) or (m, 1), of a chunk of rows."""
     if not quantizer.format.has_tensor_scale:
-        encode = torch.full((1, 1), 3.0 if quantizer.recipe == "qutlass" else 1.0, device=z.device)
+        encode = torch.full((1, 1), 3.0 if quantizer.recipe == "qutlass" else 1.0, dtype=torch.float32, device=z.device)
         return encode, encode.reciprocal()
     if quantizer.recipe == "token":
         amax = z.abs().amax(1, keepdim=True) if z.shape[1] else z.sum(1, keepdim=True)
         encode = torch.full_like(amax, 2688.0) / amax
         encode = torch.where(encode.isfinite(), encode, 1.0)
     elif quantizer.recipe == "qutlass":
-        encode = torch.full((1, 1), 6.0, device=z.device)
+        encode = torch.full((1, 1), 6.0, dtype=torch.float32, device=z.device)
     else:
         assert quantizer.encode_scale is not None
         encode = quantizer.encode_scale.view(1, 1)
@@ -214,7 +216,7 @@ def _encode(z: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor]:
 
 def _tensor_scale(parts: list[Tensor], x: Tensor, quantizer: Quantizer) -> Tensor:
     if quantizer.recipe == "token" and quantizer.format.has_tensor_scale:
-        return torch.cat(parts).view(-1) if parts else torch.empty(0, device=x.device)
+        return torch.cat(parts).view(-1) if parts else torch.empty(0, dtype=torch.float32, device=x.device)
     return _encode(x[:0].float(), quantizer)[1].view(1)
 
 
