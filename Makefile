@@ -41,7 +41,7 @@ test-gpu: $(STAMP)  ## The tests for an NVIDIA GPU; without one they fail.
 	$(BIN)/python -m pytest -q -m gpu
 
 bench: $(STAMP)  ## Speed on this machine, recorded in benchmarks/results.
-	$(BIN)/python -m benchmarks.run
+	$(BIN)/python -m benchmarks.cpu_model
 
 clean:  ## Remove .venv and what tools left.
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache build src/quarterturn.egg-info

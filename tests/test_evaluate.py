@@ -22,6 +22,8 @@ from quarterturn.verify import (
     SCALED,
     TWICE,
     UNDECLARED,
+    LayerVerdict,
+    check_bias,
     check_layer,
     verify,
 )
@@ -169,6 +171,17 @@ def test_the_output_side_is_judged_too() -> None:
     assert verdict(U.fold_output_weight(WEIGHT), last=U) == NEVER
     tilted = Transform(torch.eye(64).double() + torch.randn(64, 64, generator=GENERATOR).double() / 12)
     assert verdict(tilted.fold_output_weight(inside), last=tilted) == OK
+
+
+def test_a_forgotten_bias_is_found() -> None:
+    bias = torch.randn(128, generator=GENERATOR)
+    fine = LayerVerdict("layer", OK, "", 0.1, 0.1, 0.1)
+    folded = U.fold_output_bias(bias).bfloat16()
+    assert check_bias(fine, folded, bias, U).verdict == OK
+    assert check_bias(fine, bias.bfloat16(), bias, U).verdict == NEVER
+    assert check_bias(fine, U.unfold_output_bias(bias).bfloat16(), bias, U).verdict == REVERSED
+    assert check_bias(fine, bias.bfloat16(), bias).verdict == OK
+    assert check_bias(fine, bias * 1.1, bias).verdict == DIFFERENT
 
 
 def test_a_symmetric_matrix_cannot_tell_never_from_twice_and_says_so() -> None:

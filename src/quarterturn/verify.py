@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -45,6 +45,7 @@ SCALED = "wrong factor"
 _FITS, _RULED_OUT = 2.5, 5.0
 _HADAMARD_SIZES = (16, 32, 64, 128)
 _ROWS = 256
+_BIAS_ERROR = 0.02
 
 
 @dataclass(frozen=True)
@@ -125,6 +126,24 @@ def check_layer(
     whole = slice(0, None)
     found = [tried(t.first, t.second, whole) if t is found[0] or t is nearest else t for t in found]
     return _decide(layer, found, yardstick)
+
+
+def check_bias(
+    verdict: LayerVerdict, stored: Tensor, original: Tensor, output_transform: Transform | None = None
+) -> LayerVerdict:
+    """The verdict of a layer whose weight is as declared, with its bias (N,) looked at too: b U^-1 must be stored."""
+    tried = []
+    for side in _hypotheses("output", output_transform, len(original), {}):
+        expected = _turn(original.double()[:, None], None, side.matrix)[:, 0]
+        tried.append((float((stored.double() - expected).norm() / expected.norm().clamp(min=1e-30)), side))
+    error, nearest = min(tried, key=lambda t: t[0])
+    declared = tried[0][0]
+    # A bias is not rounded to 4 bits, only to the file's dtype.
+    if min(declared, error) > _BIAS_ERROR:
+        return replace(verdict, verdict=DIFFERENT, detail=f"the bias is another one (error {declared:.3f})")
+    if declared > _BIAS_ERROR:
+        return replace(verdict, verdict=nearest.verdict, detail=f"bias, {nearest.detail}")
+    return verdict
 
 
 def _decide(layer: str, tried: list[_Tried], yardstick: float) -> LayerVerdict:
@@ -280,6 +299,9 @@ def verify(path: str | Path, original: str | Path, advance: Callable[[str], None
             verdict = check_layer(
                 name, decoded, weight, spec.format, spec.input_transform, spec.output_transform, others
             )
+            stored, own = checkpoint.bias(name), theirs.get(f"{name}.bias")
+            if verdict.ok and stored is not None and own is not None:
+                verdict = check_bias(verdict, stored, read_tensor(f"{name}.bias", own), spec.output_transform)
         verdicts.append(verdict)
         advance(name)
     return Verification(verdicts, _changed(checkpoint, theirs))

@@ -56,7 +56,11 @@ def progress() -> Iterator[Track]:
 
 @contextmanager
 def work(text: str) -> Iterator[None]:
-    """A spinner on stderr for work without a length."""
+    """A spinner on stderr for work without a length; a line where stderr is no terminal."""
+    if not err.is_terminal:
+        print(text, file=err.file, flush=True)
+        yield
+        return
     with err.status(text):
         yield
 
