@@ -293,6 +293,9 @@ def test_shared_groups_and_siblings() -> None:
     ]  # fmt: skip
     experts = ["l.1.experts.0.w1", "l.1.experts.10.w1", "l.1.experts.0.w2", "l.2.experts.0.w1"]
     assert expert_siblings("l.1.experts.3.w1", experts) == ["l.1.experts.0.w1", "l.1.experts.10.w1"]
+    assert share_amax({"a.q_proj": 1.0, "a.k_proj": 3.0, "b.q_proj": 2.0}, names[:3]) == (
+        {"a.q_proj": 3.0, "a.k_proj": 3.0, "b.q_proj": 2.0}, [],
+    )  # fmt: skip
     shared, notes = share_amax({"l.1.experts.0.w1": 2.0}, ["l.1.experts.0.w1", "l.1.experts.3.w1"])
     assert shared == {"l.1.experts.0.w1": 2.0, "l.1.experts.3.w1": 2.0}
     assert len(notes) == 1
