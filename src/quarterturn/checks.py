@@ -114,11 +114,17 @@ def weight(
     bias: Tensor | None,
     fmt: FP4Format,
 ) -> None:
-    n = weight.shape[0]
     packed = block_scale is not None
+    if weight.dim() != 2:
+        raise refusal(
+            op,
+            "the weight does not fit.",
+            needs=[("two dimensions", str(tuple(weight.shape)))],
+            do="check the layer's sizes",
+        )
+    n, held = weight.shape[0], weight.shape[1] * (2 if packed else 1)
     needs = []
-    held = weight.shape[-1] * (2 if packed else 1)
-    if weight.dim() != 2 or held != k or (weight.dtype == torch.uint8) != packed:
+    if held != k or (weight.dtype == torch.uint8) != packed:
         needs.append((f"a weight (N, {k}), as x is (..., {k})", f"({n}, {held}) in {weight.dtype}"))
     if block_scale is not None and tuple(block_scale.shape) != fmt.scale_shape(n, k):
         needs.append((f"block_scale {fmt.scale_shape(n, k)}", str(tuple(block_scale.shape))))
@@ -145,6 +151,16 @@ def out_dtype(op: str, out_dtype: torch.dtype, fmt: FP4Format | None = None) -> 
             "MXFP4 values can overflow float16.",
             needs=[("bfloat16 or float32", "float16")],
             do="pass out_dtype=torch.float32",
+        )
+
+
+def scale_bytes(op: str, scales: Tensor) -> None:
+    if scales.element_size() != 1:
+        raise refusal(
+            op,
+            "these are not block scales.",
+            needs=[("one byte each", str(scales.dtype))],
+            do="pass what swizzle_scales gave",
         )
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from . import ops
 from .backends import Problem, Selection, get_backend, select
-from .errors import refusal
+from .errors import Refusal, refusal
 from .formats import E8M0_RULES, RECIPES, FP4Format, get_format
 from .tensor import FP4Tensor
 from .transforms import Transform
@@ -28,13 +28,43 @@ STORED = ("codes", "block_scale", "encode_scale", "input_encode_scale")
 
 @dataclass(frozen=True)
 class Explanation:
-    """What runs a layer: the backend's name, the arithmetic, why, and what speaks against the others."""
+    """What runs a layer: backend, arithmetic, why, what speaks against the others, and how the weights are kept."""
 
     layer: str
     backend: str
     arithmetic: str
     reason: str
     rejected: dict[str, list[str]]
+    weights: str
+
+
+@dataclass(frozen=True)
+class _Stamp:
+    """What a layer's derived buffers were made from: the tensors, their versions, and the dtype of the inputs."""
+
+    tensors: tuple[Tensor, ...]
+    versions: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, layer: FP4Linear, dtype: torch.dtype) -> _Stamp:
+        tensors = _stored(layer)
+        return cls(tensors, _versions(tensors), dtype)
+
+    def holds(self, layer: FP4Linear, dtype: torch.dtype) -> bool:
+        tensors = _stored(layer)
+        same = all(a is b for a, b in zip(tensors, self.tensors, strict=True))
+        return same and dtype == self.dtype and _versions(tensors) == self.versions
+
+
+def _stored(layer: FP4Linear) -> tuple[Tensor, ...]:
+    encode = layer.encode_scale
+    return (layer.codes, layer.block_scale) if encode is None else (layer.codes, layer.block_scale, encode)
+
+
+def _versions(tensors: tuple[Tensor, ...]) -> tuple[int, ...]:
+    # An in-place write raises a tensor's version; tensors made in inference mode keep none.
+    return tuple(0 if t.is_inference() else t._version for t in tensors)
 
 
 class FP4Linear(nn.Module):
@@ -106,8 +136,8 @@ class FP4Linear(nn.Module):
         self.register_parameter("bias", empty_bias)
         for derived in ("tensor_scale", "values", "input_matrix", "output_matrix"):
             self.register_buffer(derived, None, persistent=False)
-        self._derived_from: tuple[Any, ...] | None = None
-        self._backend_name: str | None = None
+        self._selection: Selection | None = None
+        self._stamp: _Stamp | None = None
         self.register_load_state_dict_post_hook(_refresh)
 
     @classmethod
@@ -155,9 +185,11 @@ class FP4Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., in_features) -> (..., out_features) of x.dtype. Raises Refusal for other shapes and dtypes."""
-        if not torch.compiler.is_compiling() and self._derived_from != self._stamp():
-            self.refresh()
-        first, last = self.input_transform, self.output_transform
+        if not torch.compiler.is_compiling() and (self._stamp is None or not self._stamp.holds(self, x.dtype)):
+            self.refresh(x.dtype)
+        first, last, selection = self.input_transform, self.output_transform, self._selection
+        if selection is None:
+            raise self._no_weights()
         packed = self.values is None
         return torch.ops.quarterturn.fp4_linear(
             x,
@@ -177,30 +209,38 @@ class FP4Linear(nn.Module):
             self.input_encode_scale,
             self.recipe,
             self.rule,
-            self._backend_name,
+            selection.name,
         )
 
-    def refresh(self) -> FP4Linear:
-        """Make the derived buffers again from the stored ones; forward does it by itself where they changed.
+    def refresh(self, dtype: torch.dtype | None = None) -> FP4Linear:
+        """Choose the backend and make the derived buffers again from the stored ones.
 
-        Call it after writing to the buffers of a model that is already compiled. Does nothing on the meta device.
+        dtype: of the inputs to come, default the bias's or bf16. forward calls it by itself after `load_state_dict`,
+        `.to`, an in-place write to a buffer, or an input of another dtype. Call it yourself after writing through
+        `.data` or to tensors made in inference mode, which leave no trace, and after writing to the buffers of a model
+        that is compiled. Does nothing on the meta device.
         """
         device = self.codes.device
         if device.type == "meta":
             return self
-        selection = self._select(torch.bfloat16 if self.bias is None else self.bias.dtype)
-        self._backend_name = selection.name
+        dtype = dtype or (torch.bfloat16 if self.bias is None else self.bias.dtype)
+        selection = self._select(dtype)
         weight = self.weight_tensor()
         self.tensor_scale = weight.tensor_scale
         self.values = selection.backend.prepare(weight, self.weights)
         self.input_matrix = self.input_transform.operand(device) if self.input_transform else None
         self.output_matrix = self.output_transform.operand(device) if self.output_transform else None
-        self._derived_from = self._stamp()
+        self._selection, self._stamp = selection, _Stamp.of(self, dtype)
         return self
 
-    def explain(self, dtype: torch.dtype = torch.bfloat16) -> Explanation:
-        """What runs this layer for inputs of a dtype, and why. Raises BackendRefusal where nothing does."""
-        selection = self._select(dtype)
+    def explain(self, dtype: torch.dtype | None = None) -> Explanation:
+        """What runs this layer, and why; for inputs of a dtype, default those it has met or expects.
+
+        Raises BackendRefusal where nothing runs it.
+        """
+        met = None if self._stamp is None else self._stamp.dtype
+        known = self._selection if dtype in (None, met) else None
+        selection = known or self._select(dtype or torch.bfloat16)
         width = "W4A4" if self.activations == "fp4" else "W4A16"
         parts = [f"{width} {self.format.name}"]
         if self.input_transform is not None:
@@ -209,7 +249,8 @@ class FP4Linear(nn.Module):
             parts.append(f"output transform {self.output_transform.size}")
         if self.activations == "fp4" and self.recipe != "checkpoint":
             parts.append(f"recipe {self.recipe}")
-        return Explanation(self.name, selection.name, ", ".join(parts), selection.reason, selection.rejected)
+        kept = "packed" if self.values is None else f"decoded to {str(self.values.dtype).removeprefix('torch.')}"
+        return Explanation(self.name, selection.name, ", ".join(parts), selection.reason, selection.rejected, kept)
 
     def problem(self, dtype: torch.dtype) -> Problem:
         """What this layer asks of a backend."""
@@ -264,10 +305,14 @@ class FP4Linear(nn.Module):
                 do="change the named argument",
             )
 
-    def _stamp(self) -> tuple[Any, ...]:
-        stored = (self.codes, self.block_scale, self.encode_scale)
-        # An in-place write raises a tensor's version; tensors made in inference mode keep none.
-        return tuple((id(t), t.is_inference() or t._version) for t in stored if t is not None)
+    def _no_weights(self) -> Refusal:
+        return refusal(
+            "fp4_linear",
+            "the layer has no weights yet.",
+            layer=self.name or None,
+            needs=[("buffers with weights", f"buffers on {self.codes.device}")],
+            do="load a state dict, or call refresh() after filling the buffers",
+        )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FP4Linear:
         """`.to`, `.half` and the like: devices change, the dtypes of codes and scales never do."""
@@ -282,17 +327,17 @@ class FP4Linear(nn.Module):
         return self.refresh()
 
     def __getstate__(self) -> dict[str, Any]:
-        # Addresses mean nothing in another process, so what is derived is made again there; and pickle does not know
-        # float8 tensors, so their bytes go.
+        # What is derived is made again in the copy; and pickle does not know float8 tensors, so their bytes go.
         buffers = {
             name: t if t is None else t.view(torch.uint8) if t.element_size() == 1 else t
             for name, t in self._buffers.items()
         }
-        return {**self.__dict__, "_buffers": buffers, "_derived_from": None}
+        return {**self.__dict__, "_buffers": buffers, "_stamp": None, "_selection": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.block_scale = self.block_scale.view(self.format.scale_dtype)
+        self.refresh()
 
 
 def _refresh(layer: nn.Module, _: object) -> None:

@@ -16,6 +16,7 @@ input that asks for gradients is refused. Every Python function here checks its 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -23,9 +24,9 @@ import torch
 from torch import Tensor
 
 from . import checks
-from .backends import Backend, Blocks, Quantizer, Weight, compose, default_backend, get_backend
+from .backends import Blocks, Quantizer, Weight, compose, op_backend
 from .formats import FP4Format, get_format
-from .layouts import BLOCKED_128x4, get_layout
+from .layouts import LINEAR, BLOCKED_128x4, get_layout
 from .tensor import FP4Tensor
 
 _library = torch.library.Library("quarterturn", "DEF")
@@ -174,40 +175,39 @@ def _encode_tensor(encode_scale: Tensor | float | None, x: Tensor) -> Tensor | N
     return torch.tensor([encode_scale], dtype=torch.float32, device=x.device)
 
 
-def _backend(name: str, x: Tensor) -> Backend:
-    return default_backend(x.device, name) if name == "auto" else get_backend(name)
-
-
 def _blocks(matrix: Tensor | None, factor: float, transpose: bool) -> Blocks | None:
     return None if matrix is None else Blocks(matrix, factor, transpose)
 
 
+def _row_count(x: Tensor) -> int:
+    """M: the product of all dimensions but the last."""
+    return math.prod(x.shape[:-1])
+
+
 def _rows(x: Tensor) -> Tensor:
     """(..., K) as (M, K) with the last dimension contiguous; a copy only where the strides need one."""
-    # reshape cannot infer M when K is 0 or there are no rows, so M is counted.
-    m = 1
-    for size in x.shape[:-1]:
-        m *= size
-    x = x.reshape(m, x.shape[-1])
+    # reshape cannot infer M where K is 0 or there are no rows, so M is counted.
+    x = x.reshape(_row_count(x), x.shape[-1])
     return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
 
 
-def _rotate(x: Tensor, matrix: Tensor, factor: float, transpose: bool, out_dtype: torch.dtype, backend: str) -> Tensor:
-    _rotate_fake(x, matrix, factor, transpose, out_dtype, backend)
-    y = _backend(backend, x).rotate(_rows(x), Blocks(matrix, factor, transpose), out_dtype)
-    return y.view(x.shape)
+# Each operator is one function: it checks, then runs, or (`run` False: the fake that tracing asks) tells its shapes.
 
 
-def _rotate_fake(
-    x: Tensor, matrix: Tensor, factor: float, transpose: bool, out_dtype: torch.dtype, backend: str
+def _rotate(
+    run: bool, x: Tensor, matrix: Tensor, factor: float, transpose: bool, out_dtype: torch.dtype, backend: str
 ) -> Tensor:
     checks.x("rotate", x, matrix)
     checks.blocks("rotate", x.shape[-1], matrix)
     checks.out_dtype("rotate", out_dtype)
-    return x.new_empty(x.shape, dtype=out_dtype)
+    if not run:
+        return x.new_empty(x.shape, dtype=out_dtype)
+    blocks = Blocks(matrix, factor, transpose)
+    return op_backend("rotate", x.device, backend).rotate(_rows(x), blocks, out_dtype).view(x.shape)
 
 
 def _rotate_quantize(
+    run: bool,
     x: Tensor,
     matrix: Tensor | None,
     factor: float,
@@ -219,61 +219,22 @@ def _rotate_quantize(
     scale_layout: str,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    fmt = get_format(format)
-    _check_rotate_quantize("rotate_quantize", x, matrix, fmt, encode_scale, recipe, rule)
-    get_layout(scale_layout)
-    codes, scale, tensor_scale = _backend(backend, x).rotate_quantize(
-        _rows(x), _blocks(matrix, factor, transpose), Quantizer(fmt, encode_scale, recipe, rule), scale_layout
+    op, k = "rotate_quantize", x.shape[-1] if x.dim() else 0
+    quantizer = _quantizer(op, x, matrix, format, encode_scale, recipe, rule)
+    layout, fmt = get_layout(scale_layout), quantizer.format
+    linear_shape, codes_shape = (*x.shape[:-1], k // fmt.group_size), (*x.shape[:-1], k // 2)
+    if not run:
+        stored = linear_shape if layout is LINEAR else layout.shape(_row_count(x), k // fmt.group_size)
+        codes = x.new_empty(codes_shape, dtype=torch.uint8)
+        return codes, x.new_empty(stored, dtype=torch.uint8), _tensor_scale_like(x, quantizer)
+    codes, scale, tensor_scale = op_backend(op, x.device, backend).rotate_quantize(
+        _rows(x), _blocks(matrix, factor, transpose), quantizer, scale_layout
     )
-    if scale_layout == "linear":
-        scale = scale.view(*x.shape[:-1], x.shape[-1] // fmt.group_size)
-    return codes.view(*x.shape[:-1], x.shape[-1] // 2), scale, tensor_scale
-
-
-def _check_rotate_quantize(
-    op: str, x: Tensor, matrix: Tensor | None, fmt: FP4Format, encode_scale: Tensor | None, recipe: str, rule: str
-) -> None:
-    checks.x(op, x, matrix, encode_scale)
-    checks.blocks(op, x.shape[-1], matrix)
-    checks.quantizer(op, x.shape[-1], fmt, encode_scale, recipe, rule)
-
-
-def _row_count(x: Tensor) -> int:
-    m = 1
-    for size in x.shape[:-1]:
-        m *= size
-    return m
-
-
-def _tensor_scale_fake(x: Tensor, fmt: FP4Format, recipe: str) -> Tensor:
-    per_row = recipe == "token" and fmt.has_tensor_scale
-    return x.new_empty((_row_count(x) if per_row else 1,), dtype=torch.float32)
-
-
-def _rotate_quantize_fake(
-    x: Tensor,
-    matrix: Tensor | None,
-    factor: float,
-    transpose: bool,
-    format: str,
-    encode_scale: Tensor | None,
-    recipe: str,
-    rule: str,
-    scale_layout: str,
-    backend: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    fmt = get_format(format)
-    _check_rotate_quantize("rotate_quantize", x, matrix, fmt, encode_scale, recipe, rule)
-    groups = x.shape[-1] // fmt.group_size
-    if scale_layout == "linear":
-        shape: tuple[int, ...] = (*x.shape[:-1], groups)
-    else:
-        shape = get_layout(scale_layout).shape(_row_count(x), groups)
-    codes = x.new_empty((*x.shape[:-1], x.shape[-1] // 2), dtype=torch.uint8)
-    return codes, x.new_empty(shape, dtype=torch.uint8), _tensor_scale_fake(x, fmt, recipe)
+    return codes.view(codes_shape), scale.view(linear_shape) if layout is LINEAR else scale, tensor_scale
 
 
 def _rotate_quantize_dequantize(
+    run: bool,
     x: Tensor,
     matrix: Tensor | None,
     factor: float,
@@ -285,84 +246,44 @@ def _rotate_quantize_dequantize(
     out_dtype: torch.dtype,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    fmt = get_format(format)
-    _check_rotate_quantize("rotate_quantize_dequantize", x, matrix, fmt, encode_scale, recipe, rule)
-    checks.out_dtype("rotate_quantize_dequantize", out_dtype, fmt)
-    values, tensor_scale = _backend(backend, x).rotate_quantize_dequantize(
-        _rows(x), _blocks(matrix, factor, transpose), Quantizer(fmt, encode_scale, recipe, rule), out_dtype
+    op = "rotate_quantize_dequantize"
+    quantizer = _quantizer(op, x, matrix, format, encode_scale, recipe, rule)
+    checks.out_dtype(op, out_dtype, quantizer.format)
+    if not run:
+        return x.new_empty(x.shape, dtype=out_dtype), _tensor_scale_like(x, quantizer)
+    values, tensor_scale = op_backend(op, x.device, backend).rotate_quantize_dequantize(
+        _rows(x), _blocks(matrix, factor, transpose), quantizer, out_dtype
     )
     return values.view(x.shape), tensor_scale
 
 
-def _rotate_quantize_dequantize_fake(
-    x: Tensor,
-    matrix: Tensor | None,
-    factor: float,
-    transpose: bool,
-    format: str,
-    encode_scale: Tensor | None,
-    recipe: str,
-    rule: str,
-    out_dtype: torch.dtype,
-    backend: str,
-) -> tuple[Tensor, Tensor]:
+def _quantizer(
+    op: str, x: Tensor, matrix: Tensor | None, format: str, encode_scale: Tensor | None, recipe: str, rule: str
+) -> Quantizer:
     fmt = get_format(format)
-    _check_rotate_quantize("rotate_quantize_dequantize", x, matrix, fmt, encode_scale, recipe, rule)
-    checks.out_dtype("rotate_quantize_dequantize", out_dtype, fmt)
-    return x.new_empty(x.shape, dtype=out_dtype), _tensor_scale_fake(x, fmt, recipe)
+    checks.x(op, x, matrix, encode_scale)
+    checks.blocks(op, x.shape[-1], matrix)
+    checks.quantizer(op, x.shape[-1], fmt, encode_scale, recipe, rule)
+    return Quantizer(fmt, encode_scale, recipe, rule)
 
 
-def _swizzle(scales: Tensor) -> Tensor:
-    _swizzle_fake(scales)
-    return BLOCKED_128x4.forward(scales)
+def _tensor_scale_like(x: Tensor, quantizer: Quantizer) -> Tensor:
+    per_row = quantizer.recipe == "token" and quantizer.format.has_tensor_scale
+    return x.new_empty((_row_count(x) if per_row else 1,), dtype=torch.float32)
 
 
-def _swizzle_fake(scales: Tensor) -> Tensor:
+def _swizzle_scales(run: bool, scales: Tensor) -> Tensor:
     checks.block_scales("swizzle_scales", scales)
-    return scales.new_empty(BLOCKED_128x4.shape(*scales.shape))
+    return BLOCKED_128x4.forward(scales) if run else scales.new_empty(BLOCKED_128x4.shape(*scales.shape))
 
 
-def _unswizzle(stored: Tensor, rows: int, cols: int) -> Tensor:
-    return BLOCKED_128x4.inverse(stored, rows, cols)
-
-
-def _unswizzle_fake(stored: Tensor, rows: int, cols: int) -> Tensor:
-    return stored.new_empty((rows, cols))
+def _unswizzle_scales(run: bool, stored: Tensor, rows: int, cols: int) -> Tensor:
+    checks.scale_bytes("unswizzle_scales", stored)
+    return BLOCKED_128x4.inverse(stored, rows, cols) if run else stored.new_empty((rows, cols))
 
 
 def _fp4_matmul(
-    x: Tensor,
-    x_block_scale: Tensor | None,
-    x_tensor_scale: Tensor | None,
-    weight: Tensor,
-    block_scale: Tensor | None,
-    tensor_scale: Tensor,
-    output_sizes: list[int],
-    bias: Tensor | None,
-    format: str,
-    out_dtype: torch.dtype,
-    backend: str,
-) -> Tensor:
-    _fp4_matmul_fake(
-        x,
-        x_block_scale,
-        x_tensor_scale,
-        weight,
-        block_scale,
-        tensor_scale,
-        output_sizes,
-        bias,
-        format,
-        out_dtype,
-        backend,
-    )
-    operand = Weight(weight, block_scale, tensor_scale, tuple(output_sizes), get_format(format))
-    x_scales = None if x_block_scale is None else _rows(x_block_scale)
-    y = _backend(backend, x).matmul(_rows(x), x_scales, x_tensor_scale, operand, bias, out_dtype)
-    return y.view(*x.shape[:-1], weight.shape[0])
-
-
-def _fp4_matmul_fake(
+    run: bool,
     x: Tensor,
     x_block_scale: Tensor | None,
     x_tensor_scale: Tensor | None,
@@ -379,18 +300,25 @@ def _fp4_matmul_fake(
     others = (x_block_scale, x_tensor_scale, weight, block_scale, tensor_scale, bias)
     if x.dtype == torch.uint8:
         checks.rest(op, x, *others)
-        k = x.shape[-1] * 2
         checks.packed_x(op, x, x_block_scale, x_tensor_scale, fmt)
+        k = x.shape[-1] * 2
     else:
         checks.x(op, x, *others)
         k = x.shape[-1]
     checks.x_tensor_scale(op, x_tensor_scale, _row_count(x))
     checks.weight(op, k, weight, block_scale, tensor_scale, output_sizes, bias, fmt)
     checks.out_dtype(op, out_dtype)
-    return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=out_dtype)
+    shape = (*x.shape[:-1], weight.shape[0])
+    if not run:
+        return x.new_empty(shape, dtype=out_dtype)
+    operand = Weight(weight, block_scale, tensor_scale, tuple(output_sizes), fmt)
+    x_scales = None if x_block_scale is None else _rows(x_block_scale)
+    y = op_backend(op, x.device, backend).matmul(_rows(x), x_scales, x_tensor_scale, operand, bias, out_dtype)
+    return y.view(shape)
 
 
 def _fp4_linear(
+    run: bool,
     x: Tensor,
     weight: Tensor,
     block_scale: Tensor | None,
@@ -410,50 +338,7 @@ def _fp4_linear(
     rule: str,
     backend: str,
 ) -> Tensor:
-    fmt = get_format(format)
-    _check_linear(
-        x,
-        weight,
-        block_scale,
-        tensor_scale,
-        output_sizes,
-        bias,
-        fmt,
-        input_matrix,
-        output_matrix,
-        quantize,
-        encode_scale,
-        recipe,
-        rule,
-    )
-    y = compose.linear(
-        _backend(backend, x),
-        _rows(x),
-        Weight(weight, block_scale, tensor_scale, tuple(output_sizes), fmt),
-        bias,
-        _blocks(input_matrix, input_factor, input_transpose),
-        _blocks(output_matrix, output_factor, output_transpose),
-        Quantizer(fmt, encode_scale, recipe, rule) if quantize else None,
-    )
-    return y.view(*x.shape[:-1], weight.shape[0])
-
-
-def _check_linear(
-    x: Tensor,
-    weight: Tensor,
-    block_scale: Tensor | None,
-    tensor_scale: Tensor,
-    output_sizes: list[int],
-    bias: Tensor | None,
-    fmt: FP4Format,
-    input_matrix: Tensor | None,
-    output_matrix: Tensor | None,
-    quantize: bool,
-    encode_scale: Tensor | None,
-    recipe: str,
-    rule: str,
-) -> None:
-    op = "fp4_linear"
+    op, fmt = "fp4_linear", get_format(format)
     checks.x(op, x, weight, block_scale, tensor_scale, bias, input_matrix, output_matrix, encode_scale)
     k = x.shape[-1]
     checks.blocks(op, k, input_matrix)
@@ -461,67 +346,44 @@ def _check_linear(
     checks.blocks(op, weight.shape[0], output_matrix)
     if quantize:
         checks.quantizer(op, k, fmt, encode_scale, recipe, rule)
-
-
-def _fp4_linear_fake(
-    x: Tensor,
-    weight: Tensor,
-    block_scale: Tensor | None,
-    tensor_scale: Tensor,
-    output_sizes: list[int],
-    bias: Tensor | None,
-    format: str,
-    input_matrix: Tensor | None,
-    input_factor: float,
-    input_transpose: bool,
-    output_matrix: Tensor | None,
-    output_factor: float,
-    output_transpose: bool,
-    quantize: bool,
-    encode_scale: Tensor | None,
-    recipe: str,
-    rule: str,
-    backend: str,
-) -> Tensor:
-    _check_linear(
-        x,
-        weight,
-        block_scale,
-        tensor_scale,
-        output_sizes,
+    shape = (*x.shape[:-1], weight.shape[0])
+    if not run:
+        return x.new_empty(shape)
+    y = compose.linear(
+        op_backend(op, x.device, backend),
+        _rows(x),
+        Weight(weight, block_scale, tensor_scale, tuple(output_sizes), fmt),
         bias,
-        get_format(format),
-        input_matrix,
-        output_matrix,
-        quantize,
-        encode_scale,
-        recipe,
-        rule,
+        _blocks(input_matrix, input_factor, input_transpose),
+        _blocks(output_matrix, output_factor, output_transpose),
+        Quantizer(fmt, encode_scale, recipe, rule) if quantize else None,
     )
-    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+    return y.view(shape)
 
 
-def _as_written(real: Callable[..., Any]) -> Callable[..., Any]:
-    """The operator outside autocast, which would round the operands of products that are exact."""
-
-    def run(x: Tensor, *rest: Any) -> Any:
+def _register(name: str, operator: Callable[..., Any]) -> None:
+    def real(x: Tensor, *rest: Any) -> Any:
+        # Autocast would round the operands of products that are exact.
         kind = x.device.type
         if not torch.is_autocast_enabled(kind):
-            return real(x, *rest)
+            return operator(True, x, *rest)
         with torch.autocast(kind, enabled=False):
-            return real(x, *rest)
+            return operator(True, x, *rest)
 
-    return run
+    def fake(*arguments: Any) -> Any:
+        return operator(False, *arguments)
+
+    _library.impl(name, real, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"quarterturn::{name}", fake, lib=_library)
 
 
-for _name, _real, _fake in (
-    ("rotate", _rotate, _rotate_fake),
-    ("rotate_quantize", _rotate_quantize, _rotate_quantize_fake),
-    ("rotate_quantize_dequantize", _rotate_quantize_dequantize, _rotate_quantize_dequantize_fake),
-    ("swizzle_scales", _swizzle, _swizzle_fake),
-    ("unswizzle_scales", _unswizzle, _unswizzle_fake),
-    ("fp4_matmul", _fp4_matmul, _fp4_matmul_fake),
-    ("fp4_linear", _fp4_linear, _fp4_linear_fake),
+for _operator in (
+    _rotate,
+    _rotate_quantize,
+    _rotate_quantize_dequantize,
+    _swizzle_scales,
+    _unswizzle_scales,
+    _fp4_matmul,
+    _fp4_linear,
 ):
-    _library.impl(_name, _as_written(_real), "CompositeExplicitAutograd")
-    torch.library.register_fake(f"quarterturn::{_name}", _fake, lib=_library)
+    _register(_operator.__name__[1:], _operator)

@@ -69,9 +69,18 @@ class Transform:
         """V^-T, float64 (R, R): stored weights are W @ V^-T. Raises Refusal where V has no inverse."""
         return _inverse(self.activation_matrix()).T.contiguous()
 
+    @property
+    def is_hadamard(self) -> bool:
+        """Whether this is a +-1 matrix with orthogonal rows and the factor 1/sqrt(R): its inverse is its transpose."""
+        m = self.matrix
+        orthogonal = self.is_signed and torch.equal(
+            m @ m.T, self.size * torch.eye(self.size, dtype=m.dtype, device=m.device)
+        )
+        return orthogonal and math.isclose(self.factor * math.sqrt(self.size), 1.0, rel_tol=1e-15)
+
     def inverse(self) -> Transform:
         """The transform that undoes this one on activations."""
-        if self.is_signed and _is_hadamard(self.matrix) and math.isclose(self.factor**2 * self.size, 1.0):
+        if self.is_hadamard:
             return replace(self, transpose=not self.transpose)
         return Transform(_inverse(self.activation_matrix()))
 
@@ -215,20 +224,16 @@ def _is_prime(n: int) -> bool:
     return n > 1 and all(n % d for d in range(2, math.isqrt(n) + 1))
 
 
-def _is_hadamard(m: Tensor) -> bool:
-    return bool(torch.equal(m @ m.T, torch.eye(m.shape[0], dtype=m.dtype, device=m.device) * m.shape[0]))
-
-
 def _inverse(m: Tensor) -> Tensor:
     gram = m @ m.T
-    scale = gram[0, 0]
-    if scale > 0 and torch.allclose(
-        gram, torch.eye(len(m), dtype=m.dtype, device=m.device) * scale, rtol=0, atol=1e-14
-    ):
+    scale = float(gram[0, 0])
+    eye = torch.eye(len(m), dtype=m.dtype, device=m.device)
+    if scale > 0 and torch.allclose(gram / scale, eye, rtol=0, atol=1e-14):
         return m.T / scale
     inverse, info = torch.linalg.inv_ex(m)
-    if int(info) or not bool(torch.isfinite(inverse).all()) or float(torch.linalg.cond(m)) > 1e12:
-        raise _bad_matrix("an invertible matrix", "a singular one")
+    condition = float(torch.linalg.cond(m))
+    if int(info) or not condition < 1e12:
+        raise _bad_matrix("an invertible matrix (condition number under 1e12)", f"condition number {condition:.1e}")
     return inverse
 
 

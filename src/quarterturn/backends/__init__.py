@@ -11,100 +11,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Protocol, cast
+from typing import cast
 
 import torch
-from torch import Tensor
 
 from ..errors import BackendRefusal, refusal
-from ..formats import FP4Format
-from ..tensor import FP4Tensor
 from . import any_torch
+from .protocol import Backend, Blocks, Problem, Quantizer, Weight
 
-
-@dataclass(frozen=True)
-class Problem:
-    """What a layer asks for, as far as it can decide who runs it. Sizes None mean: no transform on that side."""
-
-    format: FP4Format
-    activations: str
-    dtype: torch.dtype
-    n: int
-    k: int
-    input_size: int | None = None
-    output_size: int | None = None
-    bias: bool = False
-    rule: str = "even"
-    recipe: str = "checkpoint"
-
-
-@dataclass(frozen=True)
-class Blocks:
-    """A block-diagonal matrix as the ops take it: fp32 (R, R), an fp32 factor, and its direction."""
-
-    matrix: Tensor
-    factor: float
-    transpose: bool
-
-
-@dataclass(frozen=True)
-class Quantizer:
-    """How activations are quantized: the format, the stored encode scale (fp32, one element) and the rules."""
-
-    format: FP4Format
-    encode_scale: Tensor | None
-    recipe: str = "checkpoint"
-    rule: str = "even"
-
-
-@dataclass(frozen=True)
-class Weight:
-    """The weight operand of a product: packed codes with block scale bytes, or values (N, K) that hold the scales."""
-
-    data: Tensor
-    block_scale: Tensor | None
-    tensor_scale: Tensor
-    output_sizes: tuple[int, ...]
-    format: FP4Format
-
-
-class Backend(Protocol):
-    """One way to run the ops; every method takes 2-D contiguous-in-K tensors that `ops` has checked."""
-
-    NAME: str
-
-    def missing(self, device: torch.device, capability: tuple[int, int] | None = None) -> list[str]:
-        """Reasons why this machine cannot run it; a GPU's capability may be given to ask about another machine."""
-
-    def refuses(self, problem: Problem) -> list[str]:
-        """Reasons why it cannot run this layer."""
-
-    def prepare(self, weight: FP4Tensor, mode: str) -> Tensor | None:
-        """Values (N, K) decoded once for `mode` 'decoded', None where the packed codes are what it runs on."""
-
-    def rotate(self, x: Tensor, blocks: Blocks, out_dtype: torch.dtype) -> Tensor:
-        """x (M, K) -> x @ V per block, (M, K) of out_dtype, to fp32 accuracy."""
-
-    def rotate_quantize(
-        self, x: Tensor, blocks: Blocks | None, quantizer: Quantizer, scale_layout: str
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """x (M, K) -> packed codes, block scale bytes (uint8) in the layout, tensor scale (1,) or (M,)."""
-
-    def rotate_quantize_dequantize(
-        self, x: Tensor, blocks: Blocks | None, quantizer: Quantizer, out_dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor]:
-        """x (M, K) -> e2m1 * block_scale of out_dtype (M, K), and the tensor scale beside it."""
-
-    def matmul(
-        self,
-        x: Tensor,
-        x_block_scale: Tensor | None,
-        x_tensor_scale: Tensor | None,
-        weight: Weight,
-        bias: Tensor | None,
-        out_dtype: torch.dtype,
-    ) -> Tensor:
-        """(M, K) x (N, K)^T -> (M, N): fp32 accumulation, alpha and bias in fp32, one rounding."""
+__all__ = [
+    "BACKENDS",
+    "Backend",
+    "Blocks",
+    "Problem",
+    "Quantizer",
+    "Selection",
+    "Weight",
+    "get_backend",
+    "op_backend",
+    "select",
+]
 
 
 @dataclass(frozen=True)
@@ -144,6 +70,7 @@ def select(
     device: torch.device,
     requested: str = "auto",
     *,
+    operation: str = "fp4_linear",
     layer: str | None = None,
     capability: tuple[int, int] | None = None,
 ) -> Selection:
@@ -164,8 +91,8 @@ def select(
             return Selection(backend, why, rejected)
         rejected[backend.NAME] = reasons
     raise refusal(
-        "fp4_linear",
-        f"backend '{requested}' cannot run this layer.",
+        operation,
+        f"backend '{requested}' cannot run this{' layer' if problem is not None else ''} here.",
         layer=layer,
         needs=[(f"'{name}' to have no reason against it", "; ".join(reasons)) for name, reasons in rejected.items()],
         do="choose backend='auto', or cure the reason",
@@ -174,9 +101,9 @@ def select(
 
 
 @lru_cache(maxsize=128)
-def default_backend(device: torch.device, requested: str) -> Backend:
-    """The backend for an op called by itself; the answer for a machine does not change while a process runs."""
-    return select(None, device, requested).backend
+def op_backend(operation: str, device: torch.device, requested: str) -> Backend:
+    """The backend of an op called by itself, by the machine alone; that answer does not change in a process's life."""
+    return select(None, device, requested, operation=operation).backend
 
 
 def _why(name: str, rejected: dict[str, list[str]]) -> str:

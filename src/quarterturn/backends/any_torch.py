@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -22,9 +21,7 @@ from ..formats import E4M3_MAX, E8M0_BIAS, E8M0_NAN, INV6
 from ..layouts import get_layout, pack_nibbles
 from ..tensor import FP4Tensor, decode_block_scale, decode_codes
 from .compose import epilogue
-
-if TYPE_CHECKING:
-    from . import Blocks, Problem, Quantizer, Weight
+from .protocol import Blocks, Problem, Quantizer, Weight
 
 NAME = "any_torch"
 CHUNK = 1 << 18

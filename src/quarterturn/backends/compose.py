@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
 from ..tensor import per_output
-
-if TYPE_CHECKING:
-    from . import Backend, Blocks, Quantizer, Weight
+from .protocol import Backend, Blocks, Quantizer, Weight
 
 
 def linear(

@@ -10,6 +10,7 @@ Extension points used: register_quantizer, register_quantization_config, update_
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -76,12 +77,11 @@ def load(
 def explain(model: nn.Module, dtype: torch.dtype | None = None) -> list[Explanation]:
     """What runs each FP4 layer of a model, and why, in the model's order. dtype: of the inputs, default the model's."""
     own: torch.dtype = dtype or getattr(model, "dtype", torch.bfloat16)  # type: ignore[assignment]
-    found = []
-    for name, module in model.named_modules():
-        if isinstance(module, FP4Linear):
-            module.name = module.name or name
-            found.append(module.explain(own))
-    return found
+    return [
+        replace(module.explain(own), layer=module.name or name)
+        for name, module in model.named_modules()
+        if isinstance(module, FP4Linear)
+    ]
 
 
 def _check_choices(**choices: tuple[str, tuple[str, ...]]) -> None:
@@ -99,7 +99,7 @@ def _transformers() -> Any:
     try:
         import transformers
     except ImportError:
-        raise missing_package("load", "transformers", "pip install 'quarterturn[models]'") from None
+        raise missing_package("load", "transformers", "pip install 'transformers>=5.17'") from None
     _register()
     return transformers
 
@@ -222,7 +222,7 @@ def _check_loaded(checkpoint: Checkpoint, model: Any, info: dict[str, Any]) -> N
         if isinstance(module, FP4Linear):
             if module.codes.device.type != "meta":
                 module.weight_tensor().validate(name)
-            module.refresh()
+            module.refresh(model.dtype)
     for name, parameter in model.named_parameters():
         if parameter.device.type == "meta":
             continue

@@ -1,0 +1,112 @@
+"""What a backend is: the questions it answers and the operations it offers, and the words in which both are put."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ..formats import FP4Format
+from ..tensor import FP4Tensor
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What a layer asks for, as far as it can decide who runs it. Sizes None mean: no transform on that side."""
+
+    format: FP4Format
+    activations: str
+    dtype: torch.dtype
+    n: int
+    k: int
+    input_size: int | None = None
+    output_size: int | None = None
+    bias: bool = False
+    rule: str = "even"
+    recipe: str = "checkpoint"
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """A block-diagonal matrix as the ops take it: fp32 (R, R), an fp32 factor, and its direction."""
+
+    matrix: Tensor
+    factor: float
+    transpose: bool
+
+
+@dataclass(frozen=True)
+class Quantizer:
+    """How activations are quantized: the format, the stored encode scale (fp32, one element) and the rules."""
+
+    format: FP4Format
+    encode_scale: Tensor | None
+    recipe: str = "checkpoint"
+    rule: str = "even"
+
+
+@dataclass(frozen=True)
+class Weight:
+    """The weight operand of a product: packed codes with block scale bytes, or values (N, K) that hold the scales."""
+
+    data: Tensor
+    block_scale: Tensor | None
+    tensor_scale: Tensor
+    output_sizes: tuple[int, ...]
+    format: FP4Format
+
+
+class Backend(Protocol):
+    """One way to run the ops; every method takes 2-D contiguous-in-K tensors that `ops` has checked."""
+
+    NAME: str
+
+    def missing(self, device: torch.device, capability: tuple[int, int] | None = None) -> list[str]:
+        """Reasons why this machine cannot run it; a GPU's capability may be given to ask about another machine."""
+
+    def refuses(self, problem: Problem) -> list[str]:
+        """Reasons why it cannot run this layer."""
+
+    def prepare(self, weight: FP4Tensor, mode: str) -> Tensor | None:
+        """Values (N, K) decoded once for `mode` 'decoded', None where the packed codes are what it runs on."""
+
+    def rotate(self, x: Tensor, blocks: Blocks, out_dtype: torch.dtype) -> Tensor:
+        """x (M, K) -> x @ V per block, (M, K) of out_dtype, to fp32 accuracy."""
+
+    def rotate_quantize(
+        self, x: Tensor, blocks: Blocks | None, quantizer: Quantizer, scale_layout: str
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """x (M, K) -> packed codes, block scale bytes (uint8) in the layout, tensor scale (1,) or (M,)."""
+
+    def rotate_quantize_dequantize(
+        self, x: Tensor, blocks: Blocks | None, quantizer: Quantizer, out_dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """x (M, K) -> e2m1 * block_scale of out_dtype (M, K), and the tensor scale beside it."""
+
+    def matmul(
+        self,
+        x: Tensor,
+        x_block_scale: Tensor | None,
+        x_tensor_scale: Tensor | None,
+        weight: Weight,
+        bias: Tensor | None,
+        out_dtype: torch.dtype,
+    ) -> Tensor:
+        """(M, K) x (N, K)^T -> (M, N): fp32 accumulation, alpha and bias in fp32, one rounding."""
+
+
+class FusedBackend(Backend, Protocol):
+    """A backend that runs a whole layer itself; compose.py puts the layer together for the others."""
+
+    def linear(
+        self,
+        x: Tensor,
+        weight: Weight,
+        bias: Tensor | None,
+        input_blocks: Blocks | None,
+        output_blocks: Blocks | None,
+        quantizer: Quantizer | None,
+    ) -> Tensor:
+        """A whole layer, x (M, K) -> (M, N) of x.dtype; no quantizer means W4A16."""
