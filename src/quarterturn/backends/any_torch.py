@@ -12,6 +12,7 @@ library's sums in any but about one case in 2^29. A row's bits do not depend on 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -133,14 +134,21 @@ def matmul(
 def product_dtype(x: Tensor, weight: Weight) -> torch.dtype:
     """The dtype of the operands of a product: exact for the operands, and the fastest the device has for it.
 
-    On CPUs bf16 products round their sums to bf16, and without bf16 instructions they are slower than fp32 besides, so
-    fp32 it is there. On GPUs bf16 and fp16 products keep their sums in fp32.
+    On GPUs bf16 and fp16 products keep their sums in fp32. On CPUs a bf16 product rounds its sum to bf16, before the
+    tensor scale, which may move a result by one bf16 ulp; it is used where the CPU has instructions for it, and is
+    slower than fp32 where it has none.
     """
-    if x.device.type != "cuda" or x.dtype == torch.float32:
+    if x.dtype == torch.float32 or (x.dtype == torch.float16 and not weight.format.has_tensor_scale):
         return torch.float32
-    if x.dtype == torch.float16 and not weight.format.has_tensor_scale:
-        return torch.float32
-    return x.dtype
+    if x.device.type == "cuda":
+        return x.dtype
+    return torch.bfloat16 if x.dtype == torch.bfloat16 and _cpu_has_bf16() else torch.float32
+
+
+@lru_cache(maxsize=1)
+def _cpu_has_bf16() -> bool:
+    questions = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+    return any(bool(getattr(torch.cpu, question, bool)()) for question in questions)
 
 
 def _values(weight: Weight, rows: slice, dtype: torch.dtype) -> Tensor:
@@ -152,10 +160,10 @@ def _values(weight: Weight, rows: slice, dtype: torch.dtype) -> Tensor:
 
 
 def _product(x: Tensor, values: Tensor, out: Tensor) -> None:
-    if x.dtype == torch.float32:
-        out.copy_(x @ values.T)
-    else:
+    if x.is_cuda and x.dtype != torch.float32:
         out.copy_(torch.mm(x, values.T, out_dtype=torch.float32))
+    else:
+        out.copy_(x @ values.T)
 
 
 def _no_tf32(x: Tensor) -> AbstractContextManager[object]:
