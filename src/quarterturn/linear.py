@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from . import ops
 from .backends import Problem, Selection, get_backend, select
-from .errors import Refusal, refusal
+from .errors import refusal
 from .formats import E8M0_RULES, RECIPES, FP4Format, get_format
 from .tensor import FP4Tensor
 from .transforms import Transform
@@ -38,33 +38,38 @@ class Explanation:
     weights: str
 
 
-@dataclass(frozen=True)
 class _Stamp:
-    """What a layer's derived buffers were made from: the tensors, their versions, and the dtype of the inputs."""
+    """What a layer's derived buffers were made from: tensors, their versions, and choices that can change."""
 
-    tensors: tuple[Tensor, ...]
-    versions: tuple[int, ...]
-    dtype: torch.dtype
+    __slots__ = ("choices", "dtype", "tensors", "versions")
 
-    @classmethod
-    def of(cls, layer: FP4Linear, dtype: torch.dtype) -> _Stamp:
-        tensors = _stored(layer)
-        return cls(tensors, _versions(tensors), dtype)
+    def __init__(self, layer: FP4Linear, dtype: torch.dtype) -> None:
+        buffers, parameters = layer._buffers, layer._parameters
+        names = ("codes", "block_scale", "encode_scale", "input_encode_scale")
+        tensors = [buffers[name] for name in names] + [parameters["bias"]]
+        self.tensors = tensors
+        self.versions = [_version(t) for t in tensors]
+        self.choices = (layer.activations, layer.requested_backend, layer.weights)
+        self.dtype = dtype
 
     def holds(self, layer: FP4Linear, dtype: torch.dtype) -> bool:
-        tensors = _stored(layer)
-        same = all(a is b for a, b in zip(tensors, self.tensors, strict=True))
-        return same and dtype == self.dtype and _versions(tensors) == self.versions
+        buffers = layer._buffers
+        codes, block_scale, encode, input_encode, bias = self.tensors
+        return (
+            dtype is self.dtype
+            and buffers["codes"] is codes
+            and buffers["block_scale"] is block_scale
+            and buffers["encode_scale"] is encode
+            and buffers["input_encode_scale"] is input_encode
+            and layer._parameters["bias"] is bias
+            and (layer.activations, layer.requested_backend, layer.weights) == self.choices
+            and [_version(t) for t in self.tensors] == self.versions
+        )
 
 
-def _stored(layer: FP4Linear) -> tuple[Tensor, ...]:
-    encode = layer.encode_scale
-    return (layer.codes, layer.block_scale) if encode is None else (layer.codes, layer.block_scale, encode)
-
-
-def _versions(tensors: tuple[Tensor, ...]) -> tuple[int, ...]:
+def _version(t: Tensor | None) -> int:
     # An in-place write raises a tensor's version; tensors made in inference mode keep none.
-    return tuple(0 if t.is_inference() else t._version for t in tensors)
+    return 0 if t is None or t.is_inference() else t._version
 
 
 class FP4Linear(nn.Module):
@@ -138,6 +143,7 @@ class FP4Linear(nn.Module):
             self.register_buffer(derived, None, persistent=False)
         self._selection: Selection | None = None
         self._stamp: _Stamp | None = None
+        self._kept: tuple[Any, ...] = ()
         self.register_load_state_dict_post_hook(_refresh)
 
     @classmethod
@@ -185,14 +191,25 @@ class FP4Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., in_features) -> (..., out_features) of x.dtype. Raises Refusal for other shapes and dtypes."""
-        if not torch.compiler.is_compiling() and (self._stamp is None or not self._stamp.holds(self, x.dtype)):
+        if torch.compiler.is_compiling():
+            return torch.ops.quarterturn.fp4_linear(x, *self._operands())
+        if self._stamp is None or not self._stamp.holds(self, x.dtype):
             self.refresh(x.dtype)
+        return torch.ops.quarterturn.fp4_linear(x, *self._kept)
+
+    def _operands(self) -> tuple[Any, ...]:
+        """The arguments of the op behind x."""
         first, last, selection = self.input_transform, self.output_transform, self._selection
         if selection is None:
-            raise self._no_weights()
+            raise refusal(
+                "fp4_linear",
+                "the layer has no weights yet.",
+                layer=self.name or None,
+                needs=[("buffers with weights", f"buffers on {self.codes.device}")],
+                do="load a state dict, or call refresh() after filling the buffers",
+            )
         packed = self.values is None
-        return torch.ops.quarterturn.fp4_linear(
-            x,
+        return (
             self.codes if packed else self.values,
             self.block_scale.view(torch.uint8) if packed else None,
             self.tensor_scale,
@@ -230,7 +247,8 @@ class FP4Linear(nn.Module):
         self.values = selection.backend.prepare(weight, self.weights)
         self.input_matrix = self.input_transform.operand(device) if self.input_transform else None
         self.output_matrix = self.output_transform.operand(device) if self.output_transform else None
-        self._selection, self._stamp = selection, _Stamp.of(self, dtype)
+        self._selection, self._stamp = selection, _Stamp(self, dtype)
+        self._kept = self._operands()
         return self
 
     def explain(self, dtype: torch.dtype | None = None) -> Explanation:
@@ -305,15 +323,6 @@ class FP4Linear(nn.Module):
                 do="change the named argument",
             )
 
-    def _no_weights(self) -> Refusal:
-        return refusal(
-            "fp4_linear",
-            "the layer has no weights yet.",
-            layer=self.name or None,
-            needs=[("buffers with weights", f"buffers on {self.codes.device}")],
-            do="load a state dict, or call refresh() after filling the buffers",
-        )
-
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FP4Linear:
         """`.to`, `.half` and the like: devices change, the dtypes of codes and scales never do."""
 
@@ -332,7 +341,7 @@ class FP4Linear(nn.Module):
             name: t if t is None else t.view(torch.uint8) if t.element_size() == 1 else t
             for name, t in self._buffers.items()
         }
-        return {**self.__dict__, "_buffers": buffers, "_stamp": None, "_selection": None}
+        return {**self.__dict__, "_buffers": buffers, "_stamp": None, "_selection": None, "_kept": ()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

@@ -157,9 +157,8 @@ def _run_quantizer(
     encode = quantizer.encode_scale if quantizer.recipe == "checkpoint" else None
     if encode is None or not scaled:
         encode = _ENCODE_QUTLASS
-    _quantize(
-        x, blocks, _FORMAT[quantizer.format.name], _RULE[quantizer.rule], encode, per_row, tensor_scale, codes, scale, values
-    )
+    format, rule = _FORMAT[quantizer.format.name], _RULE[quantizer.rule]
+    _quantize(x, blocks, format, rule, encode, per_row, tensor_scale, codes, scale, values)
     return tensor_scale
 
 
