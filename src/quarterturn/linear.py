@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from . import ops
-from .backends import Problem, Selection, get_backend, select
+from .backends import Blocks, Problem, Quantizer, Selection, Weight, get_backend, select
 from .errors import refusal
 from .formats import E8M0_RULES, RECIPES, FP4Format, get_format
 from .tensor import FP4Tensor
@@ -143,7 +143,7 @@ class FP4Linear(nn.Module):
             self.register_buffer(derived, None, persistent=False)
         self._selection: Selection | None = None
         self._stamp: _Stamp | None = None
-        self._kept: tuple[Any, ...] = ()
+        self._plan: ops.LayerPlan | None = None
         self.register_load_state_dict_post_hook(_refresh)
 
     @classmethod
@@ -195,7 +195,30 @@ class FP4Linear(nn.Module):
             return torch.ops.quarterturn.fp4_linear(x, *self._operands())
         if self._stamp is None or not self._stamp.holds(self, x.dtype):
             self.refresh(x.dtype)
-        return torch.ops.quarterturn.fp4_linear(x, *self._kept)
+        if self._plan is None or ops.seen_by_torch(x):
+            return torch.ops.quarterturn.fp4_linear(x, *self._operands())
+        return ops.run_layer(x, self._plan)
+
+    def _made_plan(self, selection: Selection) -> ops.LayerPlan:
+        assert self.tensor_scale is not None
+        packed = self.values is None
+        weight = Weight(
+            self.codes if self.values is None else self.values,
+            self.block_scale.view(torch.uint8) if packed else None,
+            self.tensor_scale,
+            self.output_sizes,
+            self.format,
+        )
+        quantizer = Quantizer(self.format, self.input_encode_scale, self.recipe, self.rule)
+        return ops.LayerPlan(
+            selection.backend,
+            weight,
+            self.bias,
+            _blocks(self.input_transform, self.input_matrix),
+            _blocks(self.output_transform, self.output_matrix),
+            quantizer if self.activations == "fp4" else None,
+            self.in_features,
+        )
 
     def _operands(self) -> tuple[Any, ...]:
         """The arguments of the op behind x."""
@@ -248,7 +271,7 @@ class FP4Linear(nn.Module):
         self.input_matrix = self.input_transform.operand(device) if self.input_transform else None
         self.output_matrix = self.output_transform.operand(device) if self.output_transform else None
         self._selection, self._stamp = selection, _Stamp(self, dtype)
-        self._kept = self._operands()
+        self._plan = self._made_plan(selection)
         return self
 
     def explain(self, dtype: torch.dtype | None = None) -> Explanation:
@@ -341,12 +364,16 @@ class FP4Linear(nn.Module):
             name: t if t is None else t.view(torch.uint8) if t.element_size() == 1 else t
             for name, t in self._buffers.items()
         }
-        return {**self.__dict__, "_buffers": buffers, "_stamp": None, "_selection": None, "_kept": ()}
+        return {**self.__dict__, "_buffers": buffers, "_stamp": None, "_selection": None, "_plan": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.block_scale = self.block_scale.view(self.format.scale_dtype)
         self.refresh()
+
+
+def _blocks(transform: Transform | None, matrix: Tensor | None) -> Blocks | None:
+    return None if transform is None or matrix is None else Blocks(matrix, transform.factor, transform.transpose)
 
 
 def _refresh(layer: nn.Module, _: object) -> None:

@@ -18,13 +18,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import checks
-from .backends import Blocks, Quantizer, Weight, compose, op_backend
+from .backends import Backend, Blocks, Quantizer, Weight, compose, op_backend
+from .errors import refusal
 from .formats import FP4Format, get_format
 from .layouts import LINEAR, BLOCKED_128x4, get_layout
 from .tensor import FP4Tensor
@@ -359,6 +361,47 @@ def _fp4_linear(
         Quantizer(fmt, encode_scale, recipe, rule) if quantize else None,
     )
     return y.view(shape)
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """What FP4Linear has chosen and checked for its inputs to come: all that fp4_linear needs beside x."""
+
+    backend: Backend
+    weight: Weight
+    bias: Tensor | None
+    input_blocks: Blocks | None
+    output_blocks: Blocks | None
+    quantizer: Quantizer | None
+    in_features: int
+
+
+def seen_by_torch(x: Tensor) -> bool:
+    """Whether anything looks on that must see an operator: tracing, fake tensors, modes, autocast, functorch."""
+    return (
+        type(x) is not Tensor
+        or torch.compiler.is_compiling()
+        or torch.is_autocast_enabled(x.device.type)
+        or torch._C._get_tracing_state() is not None
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+    )
+
+
+def run_layer(x: Tensor, plan: LayerPlan) -> Tensor:
+    """What fp4_linear computes, without the dispatcher, which costs more than a small product on a CPU."""
+    checks.x("fp4_linear", x, plan.weight.data)
+    if x.shape[-1] != plan.in_features:
+        raise refusal(
+            "fp4_linear",
+            "x does not fit the weight.",
+            needs=[(f"x (..., {plan.in_features})", str(tuple(x.shape)))],
+            do="check the layer's sizes",
+        )
+    y = compose.linear(
+        plan.backend, _rows(x), plan.weight, plan.bias, plan.input_blocks, plan.output_blocks, plan.quantizer
+    )
+    return y.view(*x.shape[:-1], y.shape[-1])
 
 
 def _register(name: str, operator: Callable[..., Any]) -> None:

@@ -114,21 +114,18 @@ def linear(
 ) -> Tensor:
     """A whole layer: x (M, K) -> (M, N) of x.dtype."""
     product_dtype = x.dtype if output_blocks is None else torch.float32
-    packed_product = weight.block_scale is not None and x.shape[0] <= FEW_ROWS
-    operand, block_scale, tensor_scale = x, None, None
-    if quantizer is not None and packed_product and not _reproduces_qutlass_mxfp4(quantizer):
-        operand, block_scale, tensor_scale = _codes(x, input_blocks, quantizer)
-    elif quantizer is not None:
-        operand, tensor_scale = rotate_quantize_dequantize(x, input_blocks, quantizer, _values_dtype(x, weight))
+    operand, tensor_scale = x, None
+    if quantizer is not None:
+        if weight.block_scale is not None and x.shape[0] <= FEW_ROWS and not _reproduces_qutlass_mxfp4(quantizer):
+            y = _few_rows_fused(x, weight, bias, input_blocks, quantizer, product_dtype)
+            return y if output_blocks is None else rotate(y, output_blocks, x.dtype)
+        # Quantized values are exact in every dtype, so they go straight into the one that the product wants.
+        values_dtype = any_torch.product_dtype(x, weight)
+        operand, tensor_scale = rotate_quantize_dequantize(x, input_blocks, quantizer, values_dtype)
     elif input_blocks is not None:
         operand = rotate(x, input_blocks, x.dtype)
-    y = matmul(operand, block_scale, tensor_scale, weight, bias, product_dtype)
+    y = matmul(operand, None, tensor_scale, weight, bias, product_dtype)
     return y if output_blocks is None else rotate(y, output_blocks, x.dtype)
-
-
-def _values_dtype(x: Tensor, weight: Weight) -> torch.dtype:
-    """Quantized values go straight into the dtype that the product wants: they are exact in all of them."""
-    return any_torch.product_dtype(x, weight)
 
 
 def _reproduces_qutlass_mxfp4(quantizer: Quantizer) -> bool:
@@ -201,6 +198,53 @@ def _quantize(
     )
     if failed:
         raise MemoryError("cpu_native: no memory for the rows of an activation")
+
+
+def _few_rows_fused(
+    x: Tensor,
+    weight: Weight,
+    bias: Tensor | None,
+    blocks: Blocks | None,
+    quantizer: Quantizer,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """Rotate, quantize and multiply in one call; the bits are those of the two calls."""
+    assert weight.block_scale is not None
+    prepared = _NO_BLOCKS if blocks is None else _prepared(blocks)
+    encode = quantizer.encode_scale if quantizer.recipe == "checkpoint" else None
+    m, k = x.shape
+    n = weight.data.shape[0]
+    y = torch.empty(m, n, dtype=out_dtype)
+    codes, block_scale = weight.data.contiguous(), weight.block_scale.contiguous()
+    failed = cpu_build.library().qt_linear(
+        x.data_ptr(),
+        _DTYPE[x.dtype],
+        x.stride(0),
+        m,
+        k,
+        _address(prepared.table),
+        _address(prepared.signs),
+        prepared.size,
+        prepared.factor,
+        _FORMAT[quantizer.format.name],
+        _RULE[quantizer.rule],
+        (_ENCODE_QUTLASS if encode is None else encode).data_ptr(),
+        quantizer.recipe == "token" and quantizer.format.has_tensor_scale,
+        codes.data_ptr(),
+        block_scale.data_ptr(),
+        quantizer.format.group_size,
+        n,
+        weight.tensor_scale.data_ptr(),
+        _ends(weight.output_sizes).data_ptr(),
+        _address(bias),
+        0 if bias is None else _DTYPE[bias.dtype],
+        y.data_ptr(),
+        _DTYPE[out_dtype],
+        torch.get_num_threads(),
+    )
+    if failed:
+        raise MemoryError("cpu_native: no memory for the rows of an activation")
+    return y
 
 
 def _few_rows(

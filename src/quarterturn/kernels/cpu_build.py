@@ -29,6 +29,7 @@ _P, _I = _POINTER, _INT
 _SIGNATURES = {
     "qt_quantize": [_P, _I, _I, _I, _I, _P, _P, _I, _DOUBLE, _I, _I, _P, _I, _P, _P, _P, _P, _I, _I],
     "qt_matmul": [_P, _I, _I, _P, _P, _I, _I, _P, _P, _I, _I, _I, _P, _P, _P, _I, _P, _I, _I],
+    "qt_linear": [_P, _I, _I, _I, _I, _P, _P, _I, _DOUBLE, _I, _I, _P, _I, _P, _P, _I, _I, _P, _P, _P, _I, _P, _I, _I],
     "qt_decode": [_P, _P, _I, _I, _I, _P, _I, _I],
     "qt_set_pool": [_P],
 }
@@ -54,7 +55,7 @@ def library() -> ctypes.CDLL:
     for name, arguments in _SIGNATURES.items():
         function = getattr(loaded, name)
         function.argtypes = arguments
-        function.restype = ctypes.c_int if name in ("qt_quantize", "qt_matmul") else None
+        function.restype = ctypes.c_int if name in ("qt_quantize", "qt_matmul", "qt_linear") else None
     pool = _openmp_pool()
     if pool is not None:
         loaded.qt_set_pool(pool)
@@ -118,7 +119,9 @@ def _processor() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.processor() + platform.machine()
-    return "".join(next((line for line in lines if line.startswith(word)), "") for word in ("model name", "flags", "Feat"))
+    return "".join(
+        next((line for line in lines if line.startswith(word)), "") for word in ("model name", "flags", "Feat")
+    )
 
 
 def _openmp_pool() -> int | None:

@@ -14,7 +14,7 @@
  */
 #include "cpu_common.h"
 
-enum { BLOCK_M = 32, ROWS = 4, CHUNKS = 32, FLOAT_CHUNKS = 8, TASK_N = 16 };
+enum { BLOCK_M = 32, ROWS = 4, CHUNKS = 32, FLOAT_CHUNKS = 8, TASK_N = 16, SPLIT = 1 << 18 }; /* SPLIT: products worth another thread */
 
 /* 64 values of K: byte i holds values 2i (lo) and 2i+1 (hi), doubled; lane l of s is the scale of bytes 4l..4l+3. */
 typedef struct { float s[8]; uint8_t lo[32], hi[32]; } WChunk;               /* bytes are 12 + doubled value */
@@ -117,6 +117,7 @@ INLINE void decode64(const uint8_t *p, const float *s, const int g, float *out) 
     __m256i even = _mm256_unpacklo_epi8(lo, hi), odd = _mm256_unpackhi_epi8(lo, hi);
     __m128i parts[4] = {_mm256_castsi256_si128(even), _mm256_castsi256_si128(odd), _mm256_extracti128_si256(even, 1),
                         _mm256_extracti128_si256(odd, 1)};
+#pragma GCC unroll 8
     for (int i = 0; i < 8; i++) {
         __m256i wide = _mm256_cvtepi8_epi32(i & 1 ? _mm_srli_si128(parts[i / 2], 8) : parts[i / 2]);
         _mm256_storeu_ps(out + 8 * i, _mm256_mul_ps(_mm256_cvtepi32_ps(wide), _mm256_set1_ps(s[8 * i / g])));
@@ -171,6 +172,15 @@ typedef struct {
     const void *bias; i64 bias_dtype; void *y; i64 y_dtype;
 } Gemm;
 
+INLINE void dot64(const float *w, const float *x, v8f acc[2]) {
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i++) {
+        v8f wv, xv;
+        memcpy(&wv, w + 8 * i, 32), memcpy(&xv, x + 8 * i, 32);
+        acc[i & 1] = FMA8(wv, xv, acc[i & 1]);
+    }
+}
+
 INLINE float lane_sum(v8f a) { return ((a[0] + a[4]) + (a[2] + a[6])) + ((a[1] + a[5]) + (a[3] + a[7])); }
 
 static void finish(const Gemm *g, i64 m, i64 n, float acc) {
@@ -180,6 +190,45 @@ static void finish(const Gemm *g, i64 m, i64 n, float acc) {
     float y = acc * alpha;
     if (g->bias) y += load_one(g->bias, (int)g->bias_dtype, n);
     store_one(y, (int)g->y_dtype, m * g->w.n + n, g->y);
+}
+
+/* One row of x: every decoded chunk is used once, in registers; the operations are those of the tiles below. */
+INLINE void one_row(const Gemm *g, i64 m, i64 n0, i64 nn, const int group, const int integers) {
+    v8f acc[ROWS][2];
+    i64 chunks = (g->w.k + 63) / 64, whole;
+    memset(acc, 0, sizeof acc);
+    for (i64 c0 = 0; c0 < chunks; c0 += CHUNKS) {
+        i64 count = MIN(CHUNKS, chunks - c0);
+        float s[ROWS][CHUNKS * 4 + 8];
+        uint8_t spare[ROWS][32];
+        const uint8_t *p[ROWS];
+        for (i64 j = 0; j < ROWS; j++)
+            p[j] = row_chunks(&g->w, n0 + MIN(j, nn - 1), c0, count, group, integers ? 1.0f : 0.5f, s[j], spare[j], &whole);
+        for (i64 c = 0; c < count; c++)
+            for (int j = 0; j < ROWS; j++) {
+                const uint8_t *codes = c < whole ? p[j] + 32 * c : spare[j];
+                const float *scale = s[j] + c * (64 / group);
+                __builtin_prefetch(p[j] + 32 * c + ROWS * (g->w.k / 2));
+                if (integers) {
+                    WChunk w;
+                    nibbles(codes, 12, w.lo, w.hi);
+                    spread(scale, group, w.s);
+                    acc[j][0] = dot_chunk(&w, g->xi + m * chunks + c0 + c, acc[j][0]);
+                } else {
+                    float w[64];
+                    decode64(codes, scale, group, w);
+                    dot64(w, g->xf + (m * chunks + c0 + c) * 64, acc[j]);
+                }
+            }
+    }
+    for (i64 j = 0; j < nn; j++) finish(g, m, n0 + j, lane_sum(acc[j][0] + acc[j][1]));
+}
+
+static void one_row_of(const Gemm *g, i64 m, i64 n0, i64 nn) {
+    if (g->xi && g->w.g == 16) one_row(g, m, n0, nn, 16, 1);
+    else if (g->xi) one_row(g, m, n0, nn, 32, 1);
+    else if (g->w.g == 16) one_row(g, m, n0, nn, 16, 0);
+    else one_row(g, m, n0, nn, 32, 0);
 }
 
 INLINE void integer_tile(const Gemm *g, i64 m0, i64 mm, i64 n0, i64 nn, const int group) {
@@ -235,7 +284,8 @@ static void gemm_task(const void *ctx, i64 task) {
     i64 last = MIN(g->w.n, first + TASK_N), mm = MIN(BLOCK_M, g->m - m0);
     for (i64 n = first; n < last; n += ROWS) {
         i64 nn = MIN(ROWS, last - n);
-        if (g->xi && g->w.g == 16) integer_tile(g, m0, mm, n, nn, 16);
+        if (mm == 1) one_row_of(g, m0, n, nn);
+        else if (g->xi && g->w.g == 16) integer_tile(g, m0, mm, n, nn, 16);
         else if (g->xi) integer_tile(g, m0, mm, n, nn, 32);
         else if (g->w.g == 16) float_tile(g, m0, mm, n, nn, 16);
         else float_tile(g, m0, mm, n, nn, 32);
@@ -262,7 +312,7 @@ int qt_matmul(const void *x, i64 x_dtype, i64 x_stride, const void *x_scales, co
     }
     Gemm g = {{codes, scales, group, n, k}, m, x_dtype < 0 ? (XChunk *)memory : NULL, (float *)memory,
               x_ts, x_ts_step, w_ts, ends, bias, bias_dtype, y, y_dtype};
-    run(gemm_task, &g, (m + BLOCK_M - 1) / BLOCK_M * ((n + TASK_N - 1) / TASK_N), threads);
+    run(gemm_task, &g, (m + BLOCK_M - 1) / BLOCK_M * ((n + TASK_N - 1) / TASK_N), MIN(threads, 1 + m * n * k / SPLIT));
     free(memory);
     return 0;
 }
@@ -287,4 +337,26 @@ void qt_decode(const void *codes, const void *scales, i64 group, i64 n, i64 k, v
                i64 threads) {
     Decode d = {{codes, scales, group, n, k}, out, dtype};
     run(decode_task, &d, (n + TASK_N - 1) / TASK_N, threads);
+}
+
+int qt_quantize(const void *x, i64 x_dtype, i64 x_stride, i64 rows, i64 k, const void *t, const void *sign, i64 R,
+                double factor, i64 format, i64 rule, const void *encode, i64 token, void *tensor_scale, void *codes,
+                void *scales, void *values, i64 v_dtype, i64 threads);
+
+/* A W4A4 layer for a few rows: qt_quantize and qt_matmul with the packed activations in between. */
+int qt_linear(const void *x, i64 x_dtype, i64 x_stride, i64 m, i64 k, const void *t, const void *sign, i64 R,
+              double factor, i64 format, i64 rule, const void *encode, i64 token, const void *codes,
+              const void *scales, i64 group, i64 n, const void *w_ts, const void *ends, const void *bias,
+              i64 bias_dtype, void *y, i64 y_dtype, i64 threads) {
+    i64 scale_bytes = m * (k / group), code_bytes = m * (k / 2);
+    float *x_ts = malloc((size_t)(m * 4 + code_bytes + scale_bytes));
+    if (!x_ts) return 1;
+    uint8_t *x_codes = (uint8_t *)(x_ts + m), *x_scales = x_codes + code_bytes;
+    int failed = qt_quantize(x, x_dtype, x_stride, m, k, t, sign, R, factor, format, rule, encode, token, x_ts, x_codes,
+                             x_scales, NULL, 0, threads);
+    if (!failed)
+        failed = qt_matmul(x_codes, -1, 0, x_scales, x_ts, token ? 1 : 0, m, codes, scales, group, n, k, w_ts, ends,
+                           bias, bias_dtype, y, y_dtype, threads);
+    free(x_ts);
+    return failed;
 }
