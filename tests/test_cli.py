@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -175,9 +176,11 @@ def test_quantize_refuses_a_folder_that_is_there(folders: Path, capsys: pytest.C
 
 
 def assert_paragraph(captured: Any) -> None:
-    """One paragraph on stderr, nothing on stdout, and no traceback."""
+    """One paragraph at the end of stderr, after at most a line of progress; nothing on stdout, and no traceback."""
     assert captured.out == ""
-    assert captured.err.startswith("Error: ")
+    before, _, _ = captured.err.partition("Error: ")
+    assert before == "" or re.fullmatch(r"(loading|quantizing) \S+\n", before)
+    assert captured.err.count("Error: ") == 1
     assert "Traceback" not in captured.err
     assert "\n\n" not in captured.err.strip()
 

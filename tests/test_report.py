@@ -43,7 +43,7 @@ def result() -> Comparison:
     x = {"none": X, "hadamard:16": X / 2, "random-hadamard:16": X, "hadamard:32": X * 3}
     stats = {name: activation_statistics(t) for name, t in x.items()}
     rounding = {"nvfp4": {"none": 0.1, "hadamard:16": 0.11}, "mxfp4": {"none": 0.12, "hadamard:32": 0.1}}
-    study = Study("model.layers.0.q_proj", 55.0, x, stats, rounding)
+    study = Study("model.layers.0.q_proj", 2, 55.0, x, stats, rounding)
     return Comparison("<tiny>", ORIGINAL, variants, study, "Where?", "Paris", "a text", 10**9,
                       {"torch": "2", "device": "CPU"}, {"calibrate": 1.0})  # fmt: skip
 
@@ -92,6 +92,7 @@ def test_the_page_stands_alone(result: Comparison, tmp_path: Path) -> None:
     assert "<script" not in page
     assert "&lt;tiny&gt;" in page
     assert "Paris &lt;b&gt;" in page
+    assert "2 tokens are left out" in page
 
 
 def test_drawings_take_their_colours_from_the_page(result: Comparison, tmp_path: Path) -> None:

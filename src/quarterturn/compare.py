@@ -77,12 +77,13 @@ class Variant:
 class Study:
     """A layer's real input before and after each transform: (M, K) fp32, statistics, and its rounding error.
 
-    The first token is left out and its largest magnitude kept apart, in units of the others' rms: many models park
-    attention there, with activations so large that nothing else would be seen.
+    Tokens with massive values are left out (how many, and their largest magnitude in units of the others' rms, are
+    kept): models park attention on one or two, and nothing else would be seen beside them.
     """
 
     layer: str
-    first_token: float
+    left_out: int
+    left_out_peak: float
     x: dict[str, Tensor]
     statistics: dict[str, ActivationStatistics]
     rounding: dict[str, dict[str, float]]
@@ -296,18 +297,24 @@ def _study(original: PreTrainedModel, cut: Tensor, pairs: Sequence[tuple[str, st
     fmt = get_format(pairs[0][0])
     layers = select_layers(original, fmt).layers
     found = activations(original, cut[:1, :_STUDY_TOKENS], list(layers))
-    heaviest = max(found, key=lambda name: activation_statistics(found[name][1:]).kurtosis)
-    first, x = found[heaviest][:1], found[heaviest][1:]
-    first_token = float(first.abs().max() / x.square().mean().sqrt())
+    ordinary = {name: x[_ordinary(x)] for name, x in found.items()}
+    heaviest = max(ordinary, key=lambda name: activation_statistics(ordinary[name]).kurtosis)
+    x, massive = ordinary[heaviest], found[heaviest][~_ordinary(found[heaviest])]
+    peak = float(massive.abs().max() / x.square().mean().sqrt()) if len(massive) else 0.0
     turned: dict[str, Tensor] = {"none": x}
     rounding: dict[str, dict[str, float]] = {}
     for format, spec in pairs:
         transform = plan_transforms(spec, {heaviest: layers[heaviest]}, fmt)[heaviest]
         turned.setdefault(spec, x if transform is None else transform.apply(x).float())
         rounding.setdefault(format, {})[spec] = _rounding_error(turned[spec], format)
-    return Study(
-        heaviest, first_token, turned, {spec: activation_statistics(t) for spec, t in turned.items()}, rounding
-    )
+    statistics = {spec: activation_statistics(t) for spec, t in turned.items()}
+    return Study(heaviest, len(massive), peak, turned, statistics, rounding)
+
+
+def _ordinary(x: Tensor) -> Tensor:
+    """Which rows of (M, K) are not massive: their largest magnitude is within 10 times that of the median row."""
+    peaks = x.abs().amax(1)
+    return peaks <= 10 * peaks.median()
 
 
 def _rounding_error(z: Tensor, format: str) -> float:

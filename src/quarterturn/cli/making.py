@@ -99,7 +99,7 @@ def demo(
     out_: Annotated[Path, typer.Option("--out", help="Folder for checkpoints, plots and the page.")] = Path(
         "quarterturn-demo"
     ),
-    tokens: Tokens = 4096,
+    tokens: Tokens = 2048,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     """The whole job on SmolLM2-135M: quantize it in both formats, write, load, run, judge, and show (minutes)."""
@@ -110,7 +110,7 @@ def demo(
     with work("converting SmolLM2 from GGUF (once; about 40 s)"):
         folder = demo_model()
     transforms = ["none", "hadamard", "random-hadamard"]
-    _compare(folder, out_, list(FORMATS), transforms, "fp4", None, "", None, tokens, 512, PROMPT, True, as_json)
+    _compare(folder, out_, list(FORMATS), transforms, "fp4", None, "", None, tokens, 256, PROMPT, True, as_json)
 
 
 def _compare(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 from pathlib import Path
 
-from ..compare import Comparison, Variant
+from ..compare import Comparison, Study, Variant
 from ..evaluate import relative_change
 from .plots import DARK, LIGHT, plot_all, standalone, svg
 from .style import STYLE
@@ -183,9 +183,7 @@ def _study(result: Comparison, plots: dict[str, str]) -> str:
     name = html.escape(study.layer)
     first = _figure(
         plots["distribution"],
-        f"The input of <code>{name}</code>, the layer whose input has the heaviest tails. The first token is "
-        "left out: models park attention there, and its largest value is "
-        f"{study.first_token:,.0f} times the rms of the others.",
+        f"The input of <code>{name}</code>, the layer whose input has the heaviest tails.{_left_out(study)}",
     )
     second = _figure(plots["channels"], "The largest magnitude that each channel of the same input reaches.")
     formats = list(study.rounding)
@@ -207,6 +205,16 @@ def _study(result: Comparison, plots: dict[str, str]) -> str:
         "block then shares the error. Which of the two wins is what the figures above decide.</p>"
     )
     return first + second + table + note
+
+
+def _left_out(study: Study) -> str:
+    if not study.left_out:
+        return ""
+    count = "One token is" if study.left_out == 1 else f"{study.left_out} tokens are"
+    return (
+        f" {count} left out, on which the model parks attention: the largest value there is "
+        f"{study.left_out_peak:,.0f} times the rms of the others."
+    )
 
 
 def _percent(value: float | None) -> str:
