@@ -109,7 +109,8 @@ def rotate(x: Tensor, matrix: Tensor, factor: float = 1.0, transpose: bool = Fal
     if transpose:
         block = block.T
     blocks = x.to(torch.float64).reshape(*x.shape[:-1], -1, block.shape[0])
-    return (blocks @ block).reshape(x.shape)
+    # A sum that is zero is +0, whatever the signs of its terms.
+    return (blocks @ block + 0.0).reshape(x.shape)
 
 
 def encode_scales(

@@ -199,7 +199,8 @@ def _rotated(x: Tensor, block: Tensor | None) -> Tensor:
     if block is None:
         return x.float()
     blocks = x.double().reshape(-1, block.shape[0])
-    return (blocks @ block).float().view(x.shape)
+    # A sum that is zero is +0, whatever the signs of its terms.
+    return (blocks @ block).add_(0.0).float().view(x.shape)
 
 
 def _encode(z: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor]:

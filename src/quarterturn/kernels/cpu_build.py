@@ -22,7 +22,9 @@ SOURCES = ("cpu_quantize.c", "cpu_matmul.c")
 HEADERS = ("cpu_common.h",)
 COMPILERS = ("cc", "gcc", "clang")
 # No contraction and no fast math: every fp32 step is rounded by itself, as the specification says.
-FLAGS = ("-std=gnu11", "-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-shared")
+FLAGS = ("-std=gnu11", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared", "-w")
+# The names that compilers have for this machine's own instructions; some know only the second, some know neither.
+NATIVE = (("-march=native",), ("-mcpu=native",), ())
 
 _POINTER, _INT, _DOUBLE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
 _P, _I = _POINTER, _INT
@@ -41,11 +43,19 @@ class CannotBuild(RuntimeError):
 
 def reasons() -> list[str]:
     """Why the kernels are not to be had on this machine; empty where they are. Builds them on the first call."""
+    return list(_answer())
+
+
+@lru_cache(maxsize=1)
+def _answer() -> tuple[str, ...]:
+    # Kept, so that a compiler which fails is not asked again for every layer of a model.
+    if os.name != "posix":
+        return (f"needs Linux, macOS or another POSIX system, found {os.name}",)
     try:
         library()
     except CannotBuild as error:
-        return [str(error)]
-    return []
+        return (str(error),)
+    return ()
 
 
 @lru_cache(maxsize=1)
@@ -71,7 +81,7 @@ def _built() -> Path:
     digest = hashlib.sha256()
     for file in (*sources, *(folder / name for name in HEADERS)):
         digest.update(file.read_bytes())
-    digest.update("\0".join((_version(compiler), _processor(), *FLAGS)).encode())
+    digest.update("\0".join((_version(compiler), _processor(), *FLAGS, str(NATIVE))).encode())
     target = cache_dir() / "kernels" / f"cpu-{digest.hexdigest()[:20]}.so"
     if not target.exists():
         _compile(compiler, sources, target)
@@ -86,8 +96,11 @@ def _compile(compiler: str, sources: list[Path], target: Path) -> None:
     except OSError as error:
         raise CannotBuild(f"needs a folder to build in, found none at {target.parent}: {error.strerror}") from error
     try:
-        command = [compiler, *FLAGS, *map(str, sources), "-o", name]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+        for native in NATIVE:
+            command = [compiler, *FLAGS, *native, *map(str, sources), "-o", name]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+            if not done.returncode:
+                break
         if done.returncode:
             last = (done.stderr.strip().splitlines() or ["no message"])[-1]
             raise CannotBuild(f"needs a compiler that takes the kernels, but {compiler} says: {last}")

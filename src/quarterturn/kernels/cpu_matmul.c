@@ -349,9 +349,9 @@ int qt_linear(const void *x, i64 x_dtype, i64 x_stride, i64 m, i64 k, const void
               const void *scales, i64 group, i64 n, const void *w_ts, const void *ends, const void *bias,
               i64 bias_dtype, void *y, i64 y_dtype, i64 threads) {
     i64 scale_bytes = m * (k / group), code_bytes = m * (k / 2);
-    float *x_ts = malloc((size_t)(m * 4 + code_bytes + scale_bytes));
+    float *x_ts = malloc((size_t)(4 + m * 4 + code_bytes + scale_bytes)); /* 4: no rows still have one scale */
     if (!x_ts) return 1;
-    uint8_t *x_codes = (uint8_t *)(x_ts + m), *x_scales = x_codes + code_bytes;
+    uint8_t *x_codes = (uint8_t *)(x_ts + m + 1), *x_scales = x_codes + code_bytes;
     int failed = qt_quantize(x, x_dtype, x_stride, m, k, t, sign, R, factor, format, rule, encode, token, x_ts, x_codes,
                              x_scales, NULL, 0, threads);
     if (!failed)

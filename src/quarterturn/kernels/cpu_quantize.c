@@ -61,7 +61,7 @@ INLINE void hadamard_row(float *z, i64 k, const float *sign, const double *facto
         for (i64 i = 0; i < R / 4; i++) {
             v4d f;
             memcpy(&f, factor + 4 * i, 32);
-            v4f out = NARROW(buf[i] * f);
+            v4f out = NARROW(buf[i] * f + (v4d){0}); /* a zero is +0, whatever the signs of its factors */
             memcpy(z + base + 4 * i, &out, 16);
         }
     }
@@ -85,7 +85,7 @@ static void matrix_row(float *z, i64 k, const double *t, double factor, i64 R, d
                 }
             }
             for (i64 b = 0; b < nb; b++) {
-                v4f out[2] = {NARROW(acc[b][0] * factor), NARROW(acc[b][1] * factor)};
+                v4f out[2] = {NARROW(acc[b][0] * factor + (v4d){0}), NARROW(acc[b][1] * factor + (v4d){0})};
                 float *to = z + (b0 + b) * R + j0;
                 if (j0 + 8 <= R) memcpy(to, out, 32);
                 else memcpy(to, out, (size_t)(R - j0) * 4);
