@@ -1,0 +1,355 @@
+"""The C kernels: their bits against the specification, rows on their own, threads, and a compiler that is not there."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from comparing import assert_refused, assert_same_bits
+from quarterturn import FP4Tensor, hadamard, ops, random_hadamard, reference
+from quarterturn.backends import cpu_native, op_backend, select
+from quarterturn.formats import E8M0_RULES, FORMATS, NVFP4
+from quarterturn.kernels import cpu_build
+
+CPU = torch.device("cpu")
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+ENCODE = 37.5
+every_format = pytest.mark.parametrize("format", FORMATS)
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+TRANSFORMS: dict[str, tuple[Callable[[], Tensor], float]] = {
+    "sylvester16": (lambda: hadamard(16).matrix, 16**-0.5),
+    "sylvester32": (lambda: hadamard(32).matrix, 32**-0.5),
+    "signs64": (lambda: random_hadamard(64, 3).matrix, 64**-0.5),
+    "sylvester128": (lambda: hadamard(128).matrix, 128**-0.5),
+    "paley24": (lambda: hadamard(24).matrix, 24**-0.5),
+    "dense12": (lambda: torch.randn(12, 12, dtype=torch.float64), 1.0),
+    "dense64": (lambda: torch.randn(64, 64, dtype=torch.float64) / 8, 1.0),
+}
+
+
+@pytest.fixture(autouse=True)
+def _kernels() -> None:
+    """Without a compiler these tests fail: a suite that is green for want of the kernels says nothing."""
+    assert cpu_build.reasons() == []
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def hard_rows(k: int, dtype: torch.dtype) -> Tensor:
+    """(rows, k): noise over the range of the dtype, ties and their neighbours, zeros of both signs, and no numbers."""
+    ties = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0])
+    steps = torch.cat((ties, ties.nextafter(torch.tensor(9.0)), ties.nextafter(torch.tensor(0.0)), -ties))
+    exponents = torch.tensor([-140, -126, -24, -14, -9, -6, 0, 6, 9, 15, 100, 126], dtype=torch.float64)
+    noise = (torch.randn(12, k, dtype=torch.float64) * torch.pow(2.0, exponents).view(-1, 1)).float()
+    rows = [
+        *noise,
+        *(steps.repeat(-(-k // 32))[:k] * 2.0**e for e in (-12, -3, 0, 3, 9)),
+        torch.zeros(k),
+        -torch.zeros(k),
+    ]
+    mixed = torch.randn(6, k)
+    mixed[0, k // 2 :] = 0
+    mixed[1, 3], mixed[2, k - 1], mixed[3, 0] = float("nan"), float("inf"), -float("inf")
+    mixed[4, ::7], mixed[5, :16] = -0.0, 1e-30
+    return torch.cat((torch.stack(rows), mixed)).to(dtype)
+
+
+def quantizer(format: str, recipe: str = "checkpoint") -> dict[str, object]:
+    given = format == "nvfp4" and recipe == "checkpoint"
+    return {"format": format, "recipe": recipe, "encode_scale": torch.tensor([ENCODE]) if given else None}
+
+
+def assert_quantizes_as_specified(
+    x: Tensor, matrix: Tensor | None, factor: float, transpose: bool, **how: object
+) -> None:
+    want = reference.rotate_quantize(x, matrix, factor, transpose, **how)  # type: ignore[arg-type]
+    got = ops.rotate_quantize(x, matrix, factor, transpose, **how, backend="cpu_native")  # type: ignore[arg-type]
+    for what, a, b in zip(("codes", "scale bytes", "tensor scale"), got, want, strict=True):
+        assert_same_bits(a.view(torch.uint8) if what == "scale bytes" else a, b, what)
+
+
+@every_dtype
+@every_format
+@pytest.mark.parametrize("k", [32, 96, 384])
+def test_hard_inputs_are_quantized_bit_for_bit(k: int, format: str, dtype: torch.dtype) -> None:
+    for rule in E8M0_RULES if format == "mxfp4" else ("even",):
+        assert_quantizes_as_specified(hard_rows(k, dtype), None, 1.0, False, **quantizer(format), rule=rule)
+
+
+@every_dtype
+@pytest.mark.parametrize("k", [16, 48, 80, 112])
+@pytest.mark.parametrize("recipe", ["checkpoint", "token", "qutlass"])
+def test_odd_counts_of_groups_and_every_recipe(recipe: str, k: int, dtype: torch.dtype) -> None:
+    assert_quantizes_as_specified(hard_rows(k, dtype), None, 1.0, False, **quantizer("nvfp4", recipe))
+
+
+@every_dtype
+@every_format
+@pytest.mark.parametrize("transpose", [False, True])
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_rotated_inputs_are_quantized_bit_for_bit(name: str, transpose: bool, format: str, dtype: torch.dtype) -> None:
+    make, factor = TRANSFORMS[name]
+    x = torch.randn(40, 384).to(dtype) * torch.tensor([1e-3, 1.0, 30.0, 1.0]).repeat(10).view(-1, 1).to(dtype)
+    x[3, 100], x[7, 200:300] = float("nan"), 0
+    assert_quantizes_as_specified(x, make().float(), factor, transpose, **quantizer(format))
+
+
+@every_dtype
+@every_format
+def test_values_are_those_of_the_codes(format: str, dtype: torch.dtype) -> None:
+    if format == "mxfp4" and dtype == torch.float16:
+        return  # ops refuse it: it can overflow
+    x, how = hard_rows(96, dtype), quantizer(format)
+    values, tensor_scale = ops.rotate_quantize_dequantize(x, **how, backend="cpu_native")  # type: ignore[arg-type]
+    codes, scale, want_scale = reference.rotate_quantize(x, **how)  # type: ignore[arg-type]
+    want = reference.dequantize(codes, scale, 1.0, format)
+    same = values.double().eq(want) | (values.isnan() & want.isnan())
+    assert values.dtype == dtype
+    assert bool(same.all()), f"{int((~same).sum())} differ, first at {(~same).nonzero()[0].tolist()}"
+    assert_same_bits(tensor_scale, want_scale)
+
+
+@every_dtype
+def test_strides_and_no_rows(dtype: torch.dtype) -> None:
+    big = torch.randn(22, 200).to(dtype)
+    how, matrix = quantizer("nvfp4"), hadamard(16).matrix.float()
+    for view in (big[:, :96], big[::2, 8:104], big.T[:96, :16]):
+        assert_quantizes_as_specified(view, matrix, 0.25, False, **how)
+    codes, scale, one = ops.rotate_quantize(big[:0, :96], matrix, 0.25, **how, backend="cpu_native")  # type: ignore[arg-type]
+    assert (codes.shape, scale.shape, one.tolist()) == ((0, 48), (0, 6), [(1 / torch.tensor(ENCODE)).item()])
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+@every_dtype
+def test_rotation_is_the_rounded_float64_one(dtype: torch.dtype, name: str) -> None:
+    make, factor = TRANSFORMS[name]
+    x, matrix = torch.randn(9, 384).to(dtype), make().float()
+    want = reference.rotate(x, matrix, factor)
+    got = ops.rotate(x, matrix, factor, out_dtype=torch.float32, backend="cpu_native")
+    assert_same_bits(got, want.float())
+
+
+def packed(n: int, k: int, format: str, sizes: tuple[int, ...] | None = None) -> FP4Tensor:
+    """Random codes with scales of a usual spread; one tensor scale per range."""
+    fmt = FORMATS[format]
+    codes = torch.randint(0, 256, fmt.codes_shape(n, k), dtype=torch.uint8)
+    low, high = (0x20, 0x60) if format == "nvfp4" else (118, 131)
+    scale = torch.randint(low, high, fmt.scale_shape(n, k), dtype=torch.uint8).view(fmt.scale_dtype)
+    parts = sizes or (n,)
+    return FP4Tensor(codes, scale, torch.rand(len(parts)) + 0.5, None, fmt, parts)
+
+
+def product64(x: Tensor, x_scale: Tensor, weight: FP4Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The product in float64, and the sum of the magnitudes of its terms."""
+    w = weight.values().double() * weight.row_scale().double()
+    scaled = x.double() * x_scale.double().view(-1, 1)
+    return scaled @ w.T + (0 if bias is None else bias.double()), scaled.abs() @ w.abs().T
+
+
+@every_format
+@pytest.mark.parametrize("kind", ["codes", "bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("m", [0, 1, 2, 7, 33, 70])
+def test_product_is_that_of_float64(m: int, kind: str, format: str) -> None:
+    for n, k, sizes in ((5, 32, None), (37, 96, (16, 21)), (19, 2080, None)):
+        weight, bias = packed(n, k, format, sizes), torch.randn(n)
+        x_scale = torch.rand(m) + 0.5
+        if kind == "codes":
+            x = packed(m, k, format)
+            operand, block_scale, values = x.codes, x.block_scale, x.values()
+        else:
+            dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[kind]
+            operand = values = torch.randn(m, k).to(dtype)
+            block_scale = None
+        got = ops.fp4_matmul(
+            operand,
+            x_scale,
+            weight=weight,
+            x_block_scale=block_scale,
+            bias=bias,
+            out_dtype=torch.float32,
+            backend="cpu_native",
+        )
+        want, size = product64(values, x_scale, weight, bias)
+        worst = ((got.double() - want).abs() / (size + bias.abs())).max().item() if m else 0.0
+        assert got.shape == (m, n)
+        assert worst < 1e-6, f"{worst:.2e} of the terms at {(n, k)}"
+
+
+@every_format
+def test_a_nan_scale_reaches_its_outputs_alone(format: str) -> None:
+    x, weight = packed(3, 96, format), packed(5, 96, format)
+    x.block_scale.view(torch.uint8)[1, 2] = x.format.nan_byte
+    weight.block_scale.view(torch.uint8)[4, 0] = x.format.nan_byte
+    for rows in (slice(0, 3), slice(1, 2)):
+        y = ops.fp4_matmul(
+            x.codes[rows], torch.ones(1), weight=weight, x_block_scale=x.block_scale[rows], backend="cpu_native"
+        )
+        want = torch.zeros(3, 5, dtype=torch.bool)
+        want[1], want[:, 4] = True, True
+        assert torch.equal(y.isnan(), want[rows])
+
+
+@every_format
+@pytest.mark.parametrize("quantized", [True, False])
+def test_a_row_does_not_depend_on_the_others_or_the_threads(quantized: bool, format: str, threads: None) -> None:
+    weight, x = packed(150, 1120, format), packed(cpu_native.FEW_ROWS, 1120, format)
+    floats = torch.randn(cpu_native.FEW_ROWS, 1120).bfloat16()
+
+    def run(rows: slice) -> Tensor:
+        scale = x.block_scale[rows] if quantized else None
+        operand = x.codes[rows] if quantized else floats[rows]
+        one = torch.ones(1) if quantized else None
+        return ops.fp4_matmul(
+            operand, one, weight=weight, x_block_scale=scale, out_dtype=torch.float32, backend="cpu_native"
+        )
+
+    whole = run(slice(None))
+    for rows in (slice(0, 1), slice(5, 6), slice(3, 9), slice(30, 34)):
+        assert_same_bits(run(rows), whole[rows], f"rows {rows}")
+    for _ in range(20):
+        assert_same_bits(run(slice(None)), whole, "a repeat")
+    torch.set_num_threads(1)
+    assert_same_bits(run(slice(None)), whole, "one thread")
+
+
+def test_quantizing_does_not_depend_on_the_rows_or_the_threads(threads: None) -> None:
+    x, how, matrix = torch.randn(300, 640).bfloat16(), quantizer("nvfp4"), hadamard(128).matrix.float()
+    whole = ops.rotate_quantize(x, matrix, 128**-0.5, **how, backend="cpu_native")  # type: ignore[arg-type]
+    for count in (1, 20):
+        for _ in range(20):
+            again = ops.rotate_quantize(x[:count], matrix, 128**-0.5, **how, backend="cpu_native")  # type: ignore[arg-type]
+            assert_same_bits(again[0], whole[0][:count])
+            assert_same_bits(again[1].view(torch.uint8), whole[1][:count].view(torch.uint8))
+
+
+# ---- building
+
+
+@pytest.fixture
+def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty cache, and a process that has asked nothing yet."""
+
+    def forget() -> None:
+        cpu_build.library.cache_clear()
+        cpu_build._answer.cache_clear()
+        op_backend.cache_clear()
+
+    monkeypatch.setenv("QUARTERTURN_CACHE", str(tmp_path / "cache"))
+    forget()
+    yield tmp_path
+    monkeypatch.undo()
+    forget()
+
+
+def compiler(folder: Path, script: str) -> None:
+    file = folder / "cc"
+    file.write_text(f"#!/bin/sh\n{script}\n")
+    file.chmod(0o755)
+
+
+def test_no_compiler_is_a_reason(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(fresh))
+    (reason,) = cpu_native.missing(CPU)
+    assert "compiler" in reason
+    assert "install" in reason
+    chosen = select(None, CPU)
+    assert chosen.name == "any_torch"
+    assert chosen.rejected["cpu_native"] == [reason]
+    assert_refused(lambda: ops.rotate(torch.ones(1, 16), torch.eye(16), backend="cpu_native"), "cpu_native", "compiler")
+    assert ops.rotate(torch.ones(1, 16), torch.eye(16)).sum() == 16
+
+
+@pytest.mark.parametrize("script", ["echo 'cpu_matmul.c: no such thing' >&2; exit 1", "exit 0", "kill -9 $$"])
+def test_a_compiler_that_fails_is_a_reason(fresh: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    compiler(fresh, script)
+    monkeypatch.setenv("PATH", str(fresh))
+    (reason,) = cpu_native.missing(CPU)
+    assert reason == cpu_native.missing(CPU)[0]
+    assert "no such thing" in reason or "echo" not in script
+    assert select(None, CPU).name == "any_torch"
+
+
+def test_a_cache_that_cannot_be_made_is_a_reason(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (fresh / "file").write_text("")
+    monkeypatch.setenv("QUARTERTURN_CACHE", str(fresh / "file" / "below"))
+    (reason,) = cpu_native.missing(CPU)
+    assert str(fresh / "file") in reason
+
+
+def test_other_devices_are_refused() -> None:
+    assert cpu_native.missing(torch.device("cuda")) == ["needs a CPU, found cuda"]
+
+
+def test_processes_that_build_at_once_all_succeed(fresh: Path) -> None:
+    code = "from quarterturn.kernels import cpu_build; assert cpu_build.reasons() == [], cpu_build.reasons()"
+    env = {**os.environ, "PYTHONPATH": str(Path(cpu_build.__file__).parents[2])}
+    running = [subprocess.Popen([sys.executable, "-c", code], env=env, stderr=subprocess.PIPE) for _ in range(3)]
+    for process in running:
+        error = process.communicate(timeout=280)[1]
+        assert process.returncode == 0, error.decode()[-2000:]
+    assert len(list((fresh / "cache" / "kernels").iterdir())) == 1
+
+
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="names instruction sets of x86-64")
+def test_the_portable_form_gives_the_same_bits(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without AVX2 and FMA: quantization has no freedom, and products of E4M3 groups are exact before their sum."""
+    x, weight = hard_rows(96, torch.bfloat16), packed(21, 96, "nvfp4")
+    how, turn = quantizer("nvfp4"), (hadamard(32).matrix.float(), 32**-0.5)
+
+    def run() -> tuple[Tensor, ...]:
+        codes, scale, one = ops.rotate_quantize(x, *turn, **how, backend="cpu_native")  # type: ignore[arg-type]
+        arguments = {"weight": weight, "x_block_scale": scale, "out_dtype": torch.float32, "backend": "cpu_native"}
+        few = ops.fp4_matmul(codes, one, **arguments)  # type: ignore[arg-type]
+        single = ops.fp4_matmul(codes[:1], one, **{**arguments, "x_block_scale": scale[:1]})  # type: ignore[arg-type]
+        dense = torch.randn(12, 12, generator=torch.Generator().manual_seed(1))
+        return codes, scale.view(torch.uint8), few, single, ops.rotate(x, dense, backend="cpu_native")
+
+    want = run()
+    for native in ("-march=x86-64", "-march=x86-64-v2"):
+        monkeypatch.setattr(cpu_build, "NATIVE", ((native,),))
+        cpu_build.library.cache_clear()
+        for got, expected in zip(run(), want, strict=True):
+            same = got.eq(expected) | (got.isnan() & expected.isnan()) if got.is_floating_point() else got.eq(expected)
+            assert bool(same.all()), native
+
+
+def test_every_width_compiles(tmp_path: Path) -> None:
+    """Forms that this machine cannot run must still be C: AVX512 with its dot product, and plain x86-64."""
+    folder = Path(cpu_build.__file__).parent
+    for width in ("x86-64", "x86-64-v3", "icelake-server") if os.uname().machine == "x86_64" else ("native",):
+        for source in cpu_build.SOURCES:
+            command = ["cc", f"-march={width}", "-std=gnu11", "-Wall", "-Wextra", "-Werror", "-Wno-psabi", "-c"]
+            done = subprocess.run(
+                [*command, str(folder / source), "-o", str(tmp_path / "o")], capture_output=True, text=True, check=False
+            )
+            assert done.returncode == 0, f"{source} for {width}: {done.stderr[-1500:]}"
+
+
+def test_the_layer_in_one_call_is_the_layer_in_parts() -> None:
+    """linear() fuses the steps for few rows; the parts are what other tests hold."""
+    weight = replace(packed(48, 96, "nvfp4"), format=NVFP4)
+    x, encode = torch.randn(5, 96).bfloat16(), torch.tensor([ENCODE])
+    turn = hadamard(32)
+    codes, scale, one = ops.rotate_quantize(
+        x, turn.matrix.float(), turn.factor, format="nvfp4", encode_scale=encode, backend="cpu_native"
+    )
+    want = ops.fp4_matmul(codes, one, weight=weight, x_block_scale=scale, backend="cpu_native")
+    got = torch.ops.quarterturn.fp4_linear(
+        x, weight.codes, weight.block_scale.view(torch.uint8), weight.tensor_scale, [48], None, "nvfp4",
+        turn.matrix.float(), turn.factor, False, None, 1.0, False, True, encode, "checkpoint", "even", "cpu_native",
+    )  # fmt: skip
+    assert_same_bits(got, want)
