@@ -1,10 +1,12 @@
 """A whole model on a CPU: SmolLM2-135M in bf16, and as W4A4 NVFP4 behind hadamard:16, each in a process of its own.
 
-    python -m benchmarks.cpu_model [--tokens 8192] [--only NAME ...]
+    python -m benchmarks.cpu_model [--tokens 8192] [--only NAME ...] [--random]
 
 For every way to run it: load time, peak memory, time of the perplexity over 8,192 tokens (16 windows of 512), tokens/s
 of greedy decoding after a prompt of 64. Prints the ratio to the bf16 model of the same run, and the bound: the bf16
 products alone at the rate that F.linear reaches here. Appends one line to results/cpu_model.jsonl.
+--random takes random weights and tokens of the same shape, for a machine without the demo's model: times mean the same,
+perplexities nothing.
 """
 
 from __future__ import annotations
@@ -51,8 +53,11 @@ def measure(way: str, original: Path, checkpoint: Path, tokens: int) -> dict[str
         model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     loaded = time.perf_counter() - began
     after_load = peak_memory()["host"]
-    tokenizer = transformers.AutoTokenizer.from_pretrained(original)
-    ids = tokenizer(held_out_text(), return_tensors="pt").input_ids[0][: tokens + tokens // 512]
+    if (original / "tokenizer_config.json").exists():
+        tokenizer = transformers.AutoTokenizer.from_pretrained(original)
+        ids = tokenizer(held_out_text(), return_tensors="pt").input_ids[0][:tokens]
+    else:
+        ids = torch.randint(0, model.config.vocab_size, (tokens,))
     fast = speed(model, ids[:64], 48)
     result = judge(model, ids, window=512)
     return {
@@ -65,6 +70,25 @@ def measure(way: str, original: Path, checkpoint: Path, tokens: int) -> dict[str
         "decode_tokens_per_s": fast.decode,
         "prefill_tokens_per_s": fast.prefill,
     }
+
+
+def random_model(folder: Path) -> Path:
+    """SmolLM2-135M's shape with random weights, bf16."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        vocab_size=49152,
+        tie_word_embeddings=True,
+    )
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    return folder
 
 
 def product_rate() -> float:
@@ -87,23 +111,38 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--only", nargs="*", default=list(WAYS))
+    parser.add_argument("--random", action="store_true")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--folders", nargs=2, type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.one:
         print(json.dumps(measure(arguments.one, *arguments.folders, arguments.tokens)))
         return
+    import torch
+
     import quarterturn
     from quarterturn.demo_model import demo_model
 
-    original = demo_model()
     with tempfile.TemporaryDirectory() as work:
-        checkpoint = Path(work) / "nvfp4"
-        quarterturn.quantize(original, "nvfp4", transform="hadamard:16", output=checkpoint, progress=False)
+        original = random_model(Path(work) / "random") if arguments.random else demo_model()
+        checkpoint, texts = Path(work) / "nvfp4", torch.randint(0, 49152, (2, 64)) if arguments.random else None
+        quarterturn.quantize(
+            original, "nvfp4", transform="hadamard:16", calibration=texts, output=checkpoint, progress=False
+        )
         results = {way: in_a_process(way, original, checkpoint, arguments.tokens) for way in arguments.only}
     rate = product_rate()
     show(results, rate)
-    append("cpu_model", {"results": results, "bf16_linear_gflops": rate, "notes": NOTES, **machine()})
+    append(
+        "cpu_model",
+        {
+            "random": arguments.random,
+            "tokens": arguments.tokens,
+            "results": results,
+            "bf16_linear_gflops": rate,
+            "notes": NOTES,
+            **machine(),
+        },
+    )
 
 
 def in_a_process(way: str, original: Path, checkpoint: Path, tokens: int) -> dict[str, Any]:

@@ -247,16 +247,25 @@ def _now(device: torch.device) -> float:
 
 def peak_memory() -> dict[str, int]:
     """Bytes: the most this process has held in main memory ('host') and, where used, on each CUDA device."""
-    import resource
-
-    # Linux counts in KiB, macOS in bytes.
-    unit = 1 if sys.platform == "darwin" else 1024
-    peaks = {"host": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
+    peaks = {"host": _host_peak()}
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
             if used := torch.cuda.max_memory_allocated(index):
                 peaks[f"cuda:{index}"] = used
     return peaks
+
+
+def _host_peak() -> int:
+    try:
+        # getrusage's figure is inherited from the process that started this one; the kernel's own is not.
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+    except (OSError, StopIteration):
+        import resource
+
+        # Linux counts in KiB, macOS in bytes.
+        unit = 1 if sys.platform == "darwin" else 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def layer_errors(
