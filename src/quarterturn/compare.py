@@ -78,7 +78,7 @@ class Study:
     """A layer's real input before and after each transform: (M, K) fp32, statistics, and its rounding error.
 
     Tokens with massive values are left out (how many, and their largest magnitude in units of the others' rms, are
-    kept): models park attention on one or two, and nothing else would be seen beside them.
+    kept), for nothing else would be seen beside them.
     """
 
     layer: str

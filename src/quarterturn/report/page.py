@@ -211,9 +211,9 @@ def _left_out(study: Study) -> str:
     if not study.left_out:
         return ""
     count = "One token is" if study.left_out == 1 else f"{study.left_out} tokens are"
+    peak = f"{study.left_out_peak:,.0f}"
     return (
-        f" {count} left out, on which the model parks attention: the largest value there is "
-        f"{study.left_out_peak:,.0f} times the rms of the others."
+        f" {count} left out for massive values, up to {peak} times the rms of the others, beside which nothing shows."
     )
 
 

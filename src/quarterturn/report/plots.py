@@ -234,7 +234,7 @@ def _distribution(study: Study) -> Figure:
         size, share = _share_above(study.x[name])
         style = {"color": c[_SERIES[index % 5]], "linestyle": _DASHES[index % 5]}
         axes.plot(size, share, label=f"{_turned(name)}: largest {study.statistics[name].crest:.0f} × rms", **style)
-    gauss = torch.linspace(0.3, top, 400, dtype=torch.float64)
+    gauss = torch.logspace(math.log10(0.3), 1, 400, dtype=torch.float64)
     tail = torch.special.erfc(gauss / 2**0.5)
     floor = 1 / study.x[names[0]].numel()
     seen = tail > floor
