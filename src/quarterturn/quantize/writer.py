@@ -31,19 +31,7 @@ from ..integrations.builder import RENAMED
 from ..integrations.experts import fused_experts
 from ..linear import FP4Linear, RotatedLinear
 from ..transforms import Transform
-from .atomic import new_folder
-
-TOKENIZER_FILES = (
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.*",
-    "merges.txt",
-    "spiece.model",
-    "*.tiktoken",
-    "chat_template*",
-    "*processor_config.json",
-)
+from .atomic import TOKENIZER_FILES, new_folder
 
 
 def save_checkpoint(
