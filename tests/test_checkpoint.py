@@ -117,7 +117,7 @@ FAULTS: dict[str, tuple[Change, list[str]]] = {
     "a missing weight scale": (drop(f"{DOWN}.weight_scale"), [f"{DOWN}.weight_scale", "no such tensor"]),
     "a missing tensor scale": (drop(f"{DOWN}.weight_global_scale"), [f"{DOWN}.weight_global_scale"]),
     "a missing input scale": (drop(f"{DOWN}.input_global_scale"), [f"{DOWN}.input_global_scale", "W4A4"]),
-    "a tensor scale of zero": (poke(f"{DOWN}.weight_global_scale", 0.0), [DOWN, "finite positive", "0.0"]),
+    "a tensor scale of zero": (poke(f"{DOWN}.weight_global_scale", 0.0), [DOWN, "positive number", "0.0"]),
     "an infinite input scale": (poke(f"{DOWN}.input_global_scale", float("inf")), [DOWN, "inf"]),
     "a negative tensor scale": (poke(f"{DOWN}.weight_global_scale", -1.0), [DOWN, "-1.0"]),
     "a scale of the wrong shape": (

@@ -112,7 +112,8 @@ def test_optional_packages_are_imported_inside_functions() -> None:
     """The command is a leaf that nothing imports, so it alone may need its own packages at once."""
     assert not [path for top, path in modules() for _, name in imported(path) if name == "cli" != top]
     for top, path in modules():
-        if top == "cli":
+        # hf_quantizer.py holds subclasses of Transformers' classes, and is itself imported inside `load`.
+        if top == "cli" or path.name == "hf_quantizer.py":
             continue
         top_level = [n for n in ast.parse(path.read_text()).body if isinstance(n, ast.Import | ast.ImportFrom)]
         for node in top_level:

@@ -1,14 +1,18 @@
-"""Loading as a Transformers model: the producer's own checkpoints where they are at hand, and everything around them."""
+"""Loading as a Transformers model: the producer's own checkpoints where they are at hand, and what is around them."""
 
 from __future__ import annotations
 
+import copy
+import functools
 import json
+import pickle
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
+from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
 import quarterturn as qt
 from altered import altered, make_checkpoint, shard
@@ -16,6 +20,8 @@ from quarterturn.checkpoint import open_checkpoint
 from quarterturn.linear import RotatedLinear
 from tiny_models import KINDS, tokens
 
+# The tests compare numbers of one device; tests/test_gpu.py compares devices.
+load = functools.partial(qt.load, device="cpu")
 PRODUCED = Path(__file__).resolve().parents[2] / "shared" / "checkpoints"
 FOLDERS = sorted(p for p in PRODUCED.glob("*") if (p / "expected.safetensors").exists())
 needs_produced = pytest.mark.skipif(not FOLDERS, reason="llm-compressor's checkpoints are not at hand")
@@ -37,7 +43,7 @@ def same_bytes(one: Path, other: Path) -> None:
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda p: p.name)
 def test_a_produced_checkpoint_layer_by_layer(folder: Path) -> None:
     checkpoint, expected = open_checkpoint(folder), load_file(folder / "expected.safetensors")
-    model = qt.load(folder, dtype="float32")
+    model = load(folder, dtype="float32")
     rows, off = 0, 0
     for name in checkpoint.layers:
         got, want = model.get_submodule(name)(expected[f"layers.{name}.input"]), expected[f"layers.{name}.output"]
@@ -51,13 +57,13 @@ def test_a_produced_checkpoint_layer_by_layer(folder: Path) -> None:
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda p: p.name)
 def test_a_produced_checkpoint_as_a_whole(folder: Path, tmp_path: Path) -> None:
     expected = load_file(folder / "expected.safetensors")
-    logits = qt.load(folder, dtype="float32")(expected["input_ids"]).logits
+    logits = load(folder, dtype="float32")(expected["input_ids"]).logits
     if "logits" in expected:
         assert relative(logits, expected["logits"]) < 2e-2
     else:
         producer = expected["logits_producer"]
         assert relative(logits, producer) < relative(expected["logits_unquantized"], producer)
-    model = qt.load(folder)
+    model = load(folder)
     model.save_pretrained(tmp_path / "saved")
     same_bytes(folder, tmp_path / "saved")
     config = json.loads((tmp_path / "saved" / "config.json").read_text())
@@ -75,18 +81,18 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_saving_gives_the_same_bytes_and_logits(made: Path, tmp_path: Path) -> None:
-    model = qt.load(made)
+    model = load(made)
     model.save_pretrained(tmp_path / "saved")
     same_bytes(made, tmp_path / "saved")
     with torch.no_grad():
         want = model(tokens()).logits
-        assert torch.equal(qt.load(tmp_path / "saved")(tokens()).logits, want)
-    sharded = qt.load(shard(made, tmp_path / "sharded"))
+        assert torch.equal(load(tmp_path / "saved")(tokens()).logits, want)
+    sharded = load(shard(made, tmp_path / "sharded"))
     assert torch.equal(sharded(tokens()).logits, want)
 
 
 def test_names_are_the_models_own_and_generate_works(made: Path) -> None:
-    model = qt.load(made)
+    model = load(made)
     assert not model.training
     assert not any(p.requires_grad for p in model.parameters())
     assert isinstance(model.get_submodule("model.layers.0.self_attn.q_proj"), qt.FP4Linear)
@@ -95,7 +101,7 @@ def test_names_are_the_models_own_and_generate_works(made: Path) -> None:
 
 
 def test_what_ran_can_be_asked(made: Path) -> None:
-    told = qt.explain(qt.load(made))
+    told = qt.explain(load(made))
     assert len(told) == len(open_checkpoint(made).layers)
     assert told[0].layer.startswith("model.layers.0.")
     assert told[0].arithmetic == "W4A4 nvfp4, input transform 32"
@@ -104,7 +110,7 @@ def test_what_ran_can_be_asked(made: Path) -> None:
 
 
 def test_activations_can_be_left_alone(llama: Path) -> None:
-    exact, loose = qt.load(llama, dtype="float32"), qt.load(llama, dtype="float32", activations="bf16")
+    exact, loose = load(llama, dtype="float32"), load(llama, dtype="float32", activations="bf16")
     a, b = exact(tokens()).logits, loose(tokens()).logits
     assert 1e-3 < relative(a, b) < 0.5
     assert all(e.arithmetic.startswith("W4A16") for e in qt.explain(loose))
@@ -113,46 +119,46 @@ def test_activations_can_be_left_alone(llama: Path) -> None:
 @pytest.mark.parametrize("weights", ["packed", "decoded"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_dtypes_and_ways_to_keep_weights(llama: Path, dtype: str, weights: str) -> None:
-    model = qt.load(llama, dtype=dtype, weights=weights, backend="any_torch")
+    model = load(llama, dtype=dtype, weights=weights, backend="any_torch")
     logits = model(tokens()).logits
     assert logits.dtype == getattr(torch, dtype)
     assert bool(torch.isfinite(logits).all())
     if dtype == "float32":
-        other = qt.load(llama, dtype=dtype, backend="any_torch")
+        other = load(llama, dtype=dtype, backend="any_torch")
         assert relative(logits, other(tokens()).logits) < 1e-5
 
 
 def test_a_dtype_or_backend_that_is_not_there_is_refused(llama: Path) -> None:
     with pytest.raises(qt.Refusal, match=r"(?s)dtype.*int8"):
-        qt.load(llama, dtype="int8")
+        load(llama, dtype="int8")
     with pytest.raises(qt.BackendRefusal, match=r"(?s)no_such.*any_torch"):
-        qt.load(llama, backend="no_such")
+        load(llama, backend="no_such")
 
 
 def test_several_devices(llama: Path, tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
-    want = qt.load(llama, dtype="float32")(tokens()).logits
-    whole = qt.load(llama, dtype="float32", device_map={"": "cpu"})
+    want = load(llama, dtype="float32")(tokens()).logits
+    whole = load(llama, dtype="float32", device_map={"": "cpu"})
     assert torch.equal(whole(tokens()).logits, want)
-    assert torch.equal(qt.load(llama, dtype="float32", device_map="auto")(tokens()).logits, want)
+    assert torch.equal(load(llama, dtype="float32", device_map="auto")(tokens()).logits, want)
 
 
 def test_reloading_in_place_and_two_models_at_once(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     other = make_checkpoint(tmp_path_factory.mktemp("other") / "llama", transform="random-hadamard:16", seed=3)
-    first, second = qt.load(llama, dtype="float32"), qt.load(other, dtype="float32")
+    first, second = load(llama, dtype="float32"), load(other, dtype="float32")
     want, want_other = first(tokens()).logits, second(tokens()).logits
     assert not torch.equal(want, want_other)
     del first
-    again = qt.load(llama, dtype="float32")
+    again = load(llama, dtype="float32")
     assert torch.equal(again(tokens()).logits, want)
     third = make_checkpoint(tmp_path_factory.mktemp("third") / "llama", samples=1)
-    fresh = qt.load(third, dtype="float32")
+    fresh = load(third, dtype="float32")
     again.load_state_dict(fresh.state_dict())
     assert torch.equal(again(tokens()).logits, fresh(tokens()).logits)
 
 
 def test_compile_takes_a_whole_model(llama: Path) -> None:
-    model = qt.load(llama, dtype="float32")
+    model = load(llama, dtype="float32")
     with torch.no_grad():
         want = model(tokens(), use_cache=False).logits
         compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
@@ -172,10 +178,10 @@ def test_permuted_hadamards(llama: Path, tmp_path: Path) -> None:
         tensors[matrix] = tensors[matrix][back][:, back]
 
     folder = altered(llama, tmp_path / "permuted", change)
-    want = qt.load(llama, dtype="float32")(tokens()).logits
-    model = qt.load(folder, dtype="float32")
+    want = load(llama, dtype="float32")(tokens()).logits
+    model = load(folder, dtype="float32")
     assert torch.equal(model(tokens()).logits, want)
-    qt.load(folder).save_pretrained(tmp_path / "saved")
+    load(folder).save_pretrained(tmp_path / "saved")
     same_bytes(folder, tmp_path / "saved")
 
 
@@ -190,10 +196,10 @@ def test_an_unquantized_linear_behind_a_transform_is_run(llama: Path, tmp_path: 
 
     turn = next(iter(open_checkpoint(llama).layers.values())).input_transform
     assert turn is not None
-    model = qt.load(altered(llama, tmp_path / "head", change), dtype="float32")
+    model = load(altered(llama, tmp_path / "head", change), dtype="float32")
     assert isinstance(model.lm_head, RotatedLinear)
     # The folded head was rounded to the file's dtype once more.
-    assert relative(model(tokens()).logits, qt.load(llama, dtype="float32")(tokens()).logits) < 1e-2
+    assert relative(model(tokens()).logits, load(llama, dtype="float32")(tokens()).logits) < 1e-2
 
 
 def test_an_embedding_behind_a_transform_is_refused(llama: Path, tmp_path: Path) -> None:
@@ -202,13 +208,49 @@ def test_an_embedding_behind_a_transform_is_refused(llama: Path, tmp_path: Path)
         scheme["apply"].append({"location": "output", "targets": ["re:.*embed_tokens"], "inverse": False, "ignore": []})
 
     with pytest.raises(qt.CheckpointRefusal, match=r"(?s)model\.embed_tokens.*Embedding"):
-        qt.load(altered(llama, tmp_path / "embedding", change))
+        load(altered(llama, tmp_path / "embedding", change))
 
 
 def test_the_original_is_not_blown_up(llama: Path) -> None:
     with safe_open(llama / "model.safetensors", "pt") as stored:
         packed = sum(stored.get_tensor(n).nbytes for n in stored.keys() if n.endswith(("_packed", "_scale")))  # noqa: SIM118
-    model = qt.load(llama, weights="packed")
+    model = load(llama, weights="packed")
     held = sum(m.weight_tensor().nbytes for m in model.modules() if isinstance(m, qt.FP4Linear))
     assert held <= packed * 1.01
     assert all(m.values is None for m in model.modules() if isinstance(m, qt.FP4Linear))
+
+
+def test_a_loaded_model_can_be_copied_and_pickled(llama: Path) -> None:
+    model = load(llama, dtype="float32")
+    want = model(tokens()).logits
+    assert torch.equal(copy.deepcopy(model)(tokens()).logits, want)
+    assert torch.equal(pickle.loads(pickle.dumps(model))(tokens()).logits, want)
+
+
+def test_a_name_goes_before_a_class_where_two_groups_match(llama: Path, tmp_path: Path) -> None:
+    def change(config: dict, _: dict) -> None:
+        groups = config["quantization_config"]["config_groups"]
+        groups["group_1"] = groups["group_0"] | {"targets": ["re:.*down_proj$"], "input_activations": None}
+
+    told = qt.explain(load(altered(llama, tmp_path / "two", change)))
+    assert {e.arithmetic.split()[0] for e in told if e.layer.endswith("down_proj")} == {"W4A16"}
+    assert {e.arithmetic.split()[0] for e in told if not e.layer.endswith("down_proj")} == {"W4A4"}
+
+
+def test_a_model_whose_modules_transformers_renames(tmp_path: Path) -> None:
+    config = GPTNeoXConfig(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2, vocab_size=96,
+        max_position_embeddings=128,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    made = qt.quantize(
+        GPTNeoXForCausalLM(config).eval(), transform="hadamard:32", calibration=tokens(), output=tmp_path / "neox",
+        progress=False,
+    )  # fmt: skip
+    want = made(tokens()).logits
+    assert torch.equal(load(tmp_path / "neox", dtype="float32")(tokens()).logits, want)
+
+
+def test_a_device_that_is_not_there_is_refused(llama: Path) -> None:
+    with pytest.raises(qt.Refusal, match="no such device"):
+        qt.load(llama, device="foo")

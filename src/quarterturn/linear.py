@@ -41,7 +41,7 @@ class Explanation:
 class _Stamp:
     """What a layer's derived buffers were made from: tensors, their versions, and choices that can change."""
 
-    __slots__ = ("choices", "dtype", "tensors", "versions")
+    __slots__ = ("choices", "dtype", "encode", "tensors", "versions")
 
     def __init__(self, layer: FP4Linear, dtype: torch.dtype) -> None:
         buffers, parameters = layer._buffers, layer._parameters
@@ -49,6 +49,7 @@ class _Stamp:
         tensors = [buffers[name] for name in names] + [parameters["bias"]]
         self.tensors = tensors
         self.versions = [_version(t) for t in tensors]
+        self.encode = _numbers(buffers["encode_scale"])
         self.choices = (layer.activations, layer.requested_backend, layer.weights)
         self.dtype = dtype
 
@@ -64,12 +65,18 @@ class _Stamp:
             and layer._parameters["bias"] is bias
             and (layer.activations, layer.requested_backend, layer.weights) == self.choices
             and [_version(t) for t in self.tensors] == self.versions
+            and _numbers(encode) == self.encode
         )
 
 
-def _version(t: Tensor | None) -> int:
-    # An in-place write raises a tensor's version; tensors made in inference mode keep none.
-    return 0 if t is None or t.is_inference() else t._version
+def _version(t: Tensor | None) -> tuple[int, int]:
+    # An in-place write raises a tensor's version; tensors made in inference mode keep none. `.data =` moves the memory.
+    return (0, 0) if t is None else (t.data_ptr(), 0 if t.is_inference() else t._version)
+
+
+def _numbers(encode: Tensor | None) -> list[float] | None:
+    # The tensor scale is made of these, so on a CPU, where a look is cheap, they are looked at.
+    return encode.tolist() if encode is not None and encode.device.type == "cpu" else None
 
 
 class FP4Linear(nn.Module):
@@ -257,8 +264,8 @@ class FP4Linear(nn.Module):
 
         dtype: of the inputs to come, default the bias's or bf16. forward calls it by itself after `load_state_dict`,
         `.to`, an in-place write to a buffer, or an input of another dtype. Call it yourself after writing through
-        `.data` or to tensors made in inference mode, which leave no trace, and after writing to the buffers of a model
-        that is compiled. Does nothing on the meta device.
+        `.data` or to tensors made in inference mode where weights are decoded or on a GPU, which leaves no trace, and
+        after writing to the buffers of a model that is compiled. Does nothing on the meta device.
         """
         device = self.codes.device
         if device.type == "meta":

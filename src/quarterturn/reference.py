@@ -38,7 +38,7 @@ def e4m3_decode(byte: Tensor) -> Tensor:
     """E4M3 bytes -> float64; 0x7F and 0xFF are NaN."""
     b = byte.long()
     exponent, mantissa = (b >> 3) & 15, (b & 7).double()
-    normal = (1 + mantissa / 8) * torch.pow(2.0, exponent.double() - 7)
+    normal = (1 + mantissa / 8) * _power_of_two(exponent - 7)
     value = torch.where(exponent == 0, mantissa / 8 * 2.0**-6, normal)
     value = torch.where((b & 0x7F) == 0x7F, torch.full_like(value, math.nan), value)
     return torch.where(b >= 128, -value, value)
@@ -52,7 +52,7 @@ def e4m3_encode(values: Tensor) -> Tensor:
 
 def e8m0_decode(byte: Tensor) -> Tensor:
     """E8M0 bytes -> float64 powers of two; 255 is NaN."""
-    value = torch.pow(2.0, byte.double() - E8M0_BIAS)
+    value = _power_of_two(byte.long() - E8M0_BIAS)
     return torch.where(byte == E8M0_NAN, torch.full_like(value, math.nan), value)
 
 
@@ -61,7 +61,7 @@ def e8m0_encode(amax: Tensor, rule: str = "even") -> Tensor:
     a = amax.to(torch.float64)
     if rule == "even":
         # The mantissa of amax rounds to one bit, half up: from 1.75 on it is the next power of two.
-        exponent = _floor_log2(a) + (a >= 1.75 * torch.pow(2.0, _floor_log2(a))) - 2
+        exponent = _floor_log2(a) + (a >= 1.75 * _power_of_two(_floor_log2(a))) - 2
     elif rule == "floor":
         exponent = _floor_log2(a) - 2
     elif rule == "ceil":
@@ -236,6 +236,11 @@ def _nearest_even(values: Tensor, table: Tensor) -> Tensor:
     return torch.where(take_above, above, below)
 
 
+def _power_of_two(exponent: Tensor) -> Tensor:
+    """2^exponent in float64 for integers from -1022 to 1023, by its bits: not every pow is exact."""
+    return ((exponent.long() + 1023) << 52).view(torch.float64)
+
+
 def _floor_log2(a: Tensor) -> Tensor:
     """floor(log2 a) of positive float64 numbers, exact, from the exponent."""
     return torch.frexp(a).exponent - 1
@@ -250,5 +255,5 @@ def _ceil_log2_of_sixth(a: Tensor) -> Tensor:
     """The least e with 6 * 2^e >= a, exact in float64 for fp32 a."""
     e = _floor_log2(a) - 3
     for _ in range(3):
-        e = torch.where(6.0 * torch.pow(2.0, e.double()) < a, e + 1, e)
+        e = torch.where(6.0 * _power_of_two(e) < a, e + 1, e)
     return e

@@ -133,6 +133,8 @@ class FP4Tensor:
         magnitude = byte & 0x7F if fmt.has_tensor_scale else byte
         if bool((magnitude == fmt.nan_byte).any()):
             return [("block scales that are numbers", f"NaN bytes ({fmt.nan_byte:#x})")]
+        if fmt.has_tensor_scale and bool((byte >= 0x80).any()):
+            return [("block scales that are not negative", "bytes with the sign bit set")]
         return []
 
     def _tensor_scale_problems(self) -> list[tuple[str, str]]:
@@ -146,9 +148,15 @@ class FP4Tensor:
             if scale.dtype != torch.float32 or scale.numel() != parts:
                 found = f"{scale.dtype}, {scale.numel()} elements"
                 problems.append((f"{word} float32, one tensor scale per range of {self.output_sizes}", found))
-            elif not bool(torch.isfinite(scale).all() and (scale > 0).all()):
-                problems.append((f"{word} finite and positive", str(scale.tolist())))
+            elif not is_scale(scale):
+                problems.append((f"{word} finite and positive, as its reciprocal", str(scale.tolist())))
         return problems
+
+
+def is_scale(scale: Tensor) -> bool:
+    """Whether numbers can be scales in fp32: they and their reciprocals finite and positive."""
+    both = torch.stack((scale.float(), scale.float().reciprocal()))
+    return bool((torch.isfinite(both) & (both > 0)).all())
 
 
 def per_output(scale: Tensor, output_sizes: tuple[int, ...]) -> Tensor:
@@ -178,7 +186,7 @@ def _scale_table(format_name: str, device: torch.device) -> Tensor:
     if format_name == "nvfp4":
         # The decode direction of a cast is exact, so torch's own is the table.
         return torch.arange(256, dtype=torch.uint8, device="cpu").view(torch.float8_e4m3fn).float().to(device)
-    table = torch.pow(2.0, torch.arange(256, dtype=torch.float64, device="cpu") - E8M0_BIAS).float()
+    table = torch.tensor([2.0 ** (byte - E8M0_BIAS) for byte in range(256)], dtype=torch.float32, device="cpu")
     table[E8M0_NAN] = float("nan")
     return table.to(device)
 

@@ -300,7 +300,7 @@ def _many_rows(
     for start in range(0, n, step):
         rows = slice(start, start + step)
         values = _decoded(weight.data[rows], weight.block_scale[rows], weight.format, dtype)
-        torch.mm(x, values.T, out=acc) if step >= n else acc[:, rows].copy_(x @ values.T)
+        acc[:, rows] = x @ values.T
     return epilogue(acc, x_tensor_scale, weight, bias, out_dtype)
 
 

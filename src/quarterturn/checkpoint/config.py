@@ -113,6 +113,24 @@ def matches(name: str, module: torch.nn.Module, targets: Sequence[str], ignore: 
     return bool(is_match(name, module, list(targets), list(ignore)))
 
 
+def asked_for(names: set[str], module: torch.nn.Module, targets: Sequence[str], ignore: Sequence[str] = ()) -> bool:
+    """`matches` for a module that file and model call differently: any name counts, in targets and in ignore."""
+    targeted = any(matches(name, module, targets) for name in names)
+    return targeted and not (ignore and any(matches(name, module, ignore) for name in names))
+
+
+def chosen_group(groups: Sequence[Group], name: str, module: torch.nn.Module) -> Group | None:
+    """The group that compressed-tensors gives a module: a whole name goes before a pattern, that before a class name.
+
+    Of two groups with the same target the later counts.
+    """
+    from compressed_tensors.utils.match import match_targets
+
+    by_target = {target: group for group in groups for target in group.targets}
+    matched = match_targets(name, module, list(by_target))
+    return by_target[matched[0]] if matched else None
+
+
 def _classes() -> tuple[Any, Any]:
     try:
         from compressed_tensors.quantization import QuantizationConfig

@@ -82,7 +82,7 @@ def resolve(path: str | Path) -> Path:
 def read_json(file: Path) -> dict[str, Any]:
     """A JSON object. Raises CheckpointRefusal for a missing or broken file."""
     try:
-        parsed = json.loads(file.read_text("utf-8"))
+        parsed = json.loads(file.read_text("utf-8-sig"))
     except FileNotFoundError:
         raise refuse(file, "the file is missing.", [(file.name, "no such file")], "fetch it again") from None
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
@@ -96,7 +96,8 @@ def read_json(file: Path) -> dict[str, Any]:
 def list_tensors(folder: Path) -> dict[str, TensorInfo]:
     """Every tensor of a checkpoint folder by name. Raises CheckpointRefusal for what is missing, cut off or astray."""
     index = folder / INDEX
-    if not index.exists():
+    # As Transformers does: a single file goes before an index, which an earlier save may have left behind.
+    if (folder / SINGLE).exists() or not index.exists():
         return read_header(_single_file(folder))
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
@@ -172,6 +173,9 @@ class TensorReader:
     def __init__(self) -> None:
         self._opened: dict[Path, Any] = {}
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_opened": {}}
+
     def read(self, name: str, info: TensorInfo) -> Tensor:
         """The tensor of that name. Raises CheckpointRefusal where the file cannot give it."""
         try:
@@ -204,15 +208,13 @@ def _single_file(folder: Path) -> Path:
     if (folder / SINGLE).exists():
         return folder / SINGLE
     found = sorted(p.name for p in folder.glob("*.safetensors"))
-    if len(found) == 1:
-        return folder / found[0]
     others = sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth", "*.gguf") for p in folder.glob(pattern))
     what = f"only {', '.join(others[:3])}" if others else (", ".join(found[:3]) or "no weights")
     raise refuse(
         folder,
         "there are no weights that can be read.",
         [(f"{SINGLE} or {INDEX}", what)],
-        "convert the weights to safetensors; other files can run code and are not opened",
+        "name the file so, or convert the weights to safetensors; other files can run code and are not opened",
     )
 
 

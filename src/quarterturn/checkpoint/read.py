@@ -11,10 +11,22 @@ import torch
 from torch import Tensor
 
 from ..formats import FP4Format
-from ..tensor import FP4Tensor
+from ..tensor import FP4Tensor, is_scale
 from ..transforms import Transform
-from .config import OFFLINE, ONLINE, Apply, Group, QuantConfig, Scheme, matches, parse, quantization_entry
-from .files import DTYPES, TensorInfo, TensorReader, list_tensors, read_json, refuse, resolve
+from .config import (
+    OFFLINE,
+    ONLINE,
+    Apply,
+    Group,
+    QuantConfig,
+    Scheme,
+    asked_for,
+    chosen_group,
+    matches,
+    parse,
+    quantization_entry,
+)
+from .files import DTYPES, INDEX, SINGLE, TensorInfo, TensorReader, list_tensors, read_json, refuse, resolve
 from .stored import StoredTransform, stored_transforms
 
 PACKED, SCALE = "weight_packed", "weight_scale"
@@ -76,14 +88,17 @@ class Checkpoint:
         return self.read(f"{layer}.bias") if self.layers[layer].has_bias else None
 
     def online_transforms(
-        self, name: str, module: torch.nn.Module, n: int, k: int
+        self, name: str, module: torch.nn.Module, n: int, k: int, also: str | None = None
     ) -> tuple[Transform | None, Transform | None, tuple[str, ...]]:
-        """Input transform, output transform and scheme names of any module, quantized or not."""
+        """Input transform, output transform and scheme names of any module, quantized or not.
+
+        name: in the file; also: in the model, where that differs.
+        """
         found: dict[str, list[Transform]] = {"input": [], "output": []}
         names = []
         for scheme in self.quant.schemes:
             for apply in scheme.apply:
-                if matches(name, module, apply.targets, apply.ignore):
+                if asked_for({name, also or name}, module, apply.targets, apply.ignore):
                     width = k if apply.location == "input" else n
                     found[apply.location].append(self._transform(scheme, apply, name, width))
                     names.append(scheme.name)
@@ -215,9 +230,9 @@ def _group_of(checkpoint: Checkpoint, name: str, stand_in: torch.nn.Module) -> G
             "take the layer out of ignore, or store it unquantized",
             layer=name,
         )
-    for group in quant.groups:
-        if matches(name, stand_in, group.targets):
-            return group
+    group = chosen_group(quant.groups, name, stand_in)
+    if group is not None:
+        return group
     targets = "; ".join(f"{g.name}: {', '.join(g.targets)}" for g in quant.groups)
     raise refuse(
         checkpoint.path,
@@ -272,12 +287,12 @@ def _check_tensors(checkpoint: Checkpoint, name: str, group: Group, n: int, k: i
                 tensor=full,
             )
         if suffix in (WEIGHT_ENCODE, INPUT_ENCODE):
-            value = float(checkpoint.read(full))
-            if not (math.isfinite(value) and value > 0 and 0 < 1 / value < math.inf):
+            value = checkpoint.read(full).reshape(()).float()
+            if not is_scale(value):
                 raise refuse(
                     info.file,
                     "a tensor scale is no scale.",
-                    [("a finite positive number", str(value))],
+                    [("a positive number that is finite in fp32, as is its reciprocal", str(float(value)))],
                     "make or fetch the checkpoint again",
                     tensor=full,
                 )
@@ -323,6 +338,8 @@ def _composed(transforms: list[Transform]) -> Transform | None:
 
 def _note_suspicious(checkpoint: Checkpoint) -> None:
     notes = checkpoint.notes
+    if (checkpoint.path / SINGLE).exists() and (checkpoint.path / INDEX).exists():
+        notes.append(f"{INDEX} is beside {SINGLE}: it is not read")
     used = {name for spec in checkpoint.layers.values() for name in spec.scheme_names}
     for scheme in checkpoint.quant.schemes:
         if scheme.apply and scheme.name not in used:

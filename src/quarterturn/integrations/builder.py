@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from ..checkpoint import Checkpoint, LayerSpec
-from ..checkpoint.config import matches
+from ..checkpoint.config import asked_for, matches
 from ..checkpoint.files import refuse
 from ..checkpoint.read import INPUT_ENCODE, PACKED, SCALE, WEIGHT_ENCODE
 from ..linear import FP4Linear, RotatedLinear
@@ -88,11 +88,12 @@ class Builder:
                 "check that config.json is of this model",
                 layer=spec.name,
             )
+        has_input_scale = f"{spec.name}.{INPUT_ENCODE}" in self.checkpoint.tensors
         layer = FP4Linear(
             spec.k,
             spec.n,
             format=spec.format,
-            activations=spec.activations,
+            activations="fp4" if has_input_scale else spec.activations,
             bias=has_bias,
             input_transform=spec.input_transform,
             output_transform=spec.output_transform,
@@ -103,9 +104,9 @@ class Builder:
             weights=self.options.weights,
             name=target,
         )
-        if self.options.activations != "checkpoint":
-            # The layer keeps the input scale that it does not use, so that saving gives the file back.
-            layer.activations = self.options.activations
+        # A layer keeps the input scale that it does not use, so that saving gives the file back.
+        wanted = self.options.activations
+        layer.activations = spec.activations if wanted == "checkpoint" else wanted
         return layer
 
     def _separate_experts(self, model: Any, to_module: Any) -> None:
@@ -136,15 +137,21 @@ class Builder:
             model.set_submodule(prefix, separate(fused[prefix], names))
             self.separated = True
 
+    def _names(self, to_module: Any) -> dict[str, str]:
+        """model's module name -> the file's, for layers that are not packed."""
+        layers = {tensor.rpartition(".")[0] for tensor in self.checkpoint.tensors}
+        return {to_module(layer): layer for layer in layers if layer}
+
     def _rest(self, model: Any, owners: dict[str, list[str]], to_module: Any) -> None:
         """Layers that stay unquantized: what the config asks of them is run or refused."""
-        checkpoint = self.checkpoint
+        checkpoint, in_file = self.checkpoint, self._names(to_module)
         for name, module in list(model.named_modules()):
             if isinstance(module, (FP4Linear, StoredMatrix)) or not name:
                 continue
             linear = isinstance(module, nn.Linear)
             for group in checkpoint.quant.groups:
-                if linear and matches(name, module, group.targets, checkpoint.quant.ignore):
+                names = {name, in_file.get(name, name)}
+                if linear and asked_for(names, module, group.targets, checkpoint.quant.ignore):
                     raise refuse(
                         checkpoint.path,
                         "config and tensors disagree.",
@@ -152,7 +159,7 @@ class Builder:
                         "put the layer into ignore, or quantize it",
                         layer=name,
                     )
-            self._rotate_unquantized(model, name, module)
+            self._rotate_unquantized(model, name, in_file.get(name, name), module)
         for name, module in fused_experts(model):
             stand_in = nn.Linear(1, 1, bias=False, device="meta")
             for scheme in checkpoint.quant.schemes:
@@ -170,14 +177,15 @@ class Builder:
                 if holder is not None:
                     holder.add_module(child, StoredMatrix(checkpoint, f"{owner}.{child}"))
 
-    def _rotate_unquantized(self, model: Any, name: str, module: nn.Module) -> None:
+    def _rotate_unquantized(self, model: Any, name: str, in_file: str, module: nn.Module) -> None:
         if isinstance(module, nn.Linear):
-            first, last, _ = self.checkpoint.online_transforms(name, module, module.out_features, module.in_features)
+            n, k = module.out_features, module.in_features
+            first, last, _ = self.checkpoint.online_transforms(in_file, module, n, k, also=name)
             if first is not None or last is not None:
                 model.set_submodule(name, RotatedLinear(module, first, last))
             return
         for scheme in self.checkpoint.quant.schemes:
-            if any(matches(name, module, apply.targets, apply.ignore) for apply in scheme.apply):
+            if any(asked_for({name, in_file}, module, a.targets, a.ignore) for a in scheme.apply):
                 raise refuse(
                     self.checkpoint.path,
                     f"online transform '{scheme.name}' asks for a module that is not run.",

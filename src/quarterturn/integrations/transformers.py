@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,12 +21,10 @@ from ..checkpoint import Checkpoint, open_checkpoint
 from ..checkpoint.files import refuse
 from ..errors import missing_package, refusal
 from ..linear import WEIGHTS, Explanation, FP4Linear
-from .builder import Builder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-METHOD = "quarterturn"
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -51,11 +48,16 @@ def load(
     """
     _check_choices(activations=(activations, ("checkpoint", "bf16")), weights=(weights, WEIGHTS))
     transformers = _transformers()
+    from . import hf_quantizer
+
+    target = _device(device)
     checkpoint = open_checkpoint(path)
     config = _config(transformers, checkpoint)
-    config.quantization_config = _config_class()(checkpoint, activations, backend, weights)
+    config.quantization_config = hf_quantizer.QuarterturnConfig(checkpoint, activations, backend, weights)
     where: dict[str, Any] = {"device_map": device_map} if device_map is not None else {}
-    model_class = getattr(transformers, (config.architectures or [""])[0], None) or transformers.AutoModelForCausalLM
+    named = getattr(transformers, (config.architectures or [""])[0], None)
+    known = isinstance(named, type) and issubclass(named, transformers.PreTrainedModel)
+    model_class: Any = named if known else transformers.AutoModelForCausalLM
     model, info = model_class.from_pretrained(
         str(checkpoint.path),
         config=config,
@@ -67,7 +69,6 @@ def load(
     )
     _check_loaded(checkpoint, model, info)
     if device_map is None:
-        target = ("cuda" if torch.cuda.is_available() else "cpu") if str(device) == "auto" else device
         model.to(target)
     model.requires_grad_(False)
     result: PreTrainedModel = model.eval()
@@ -100,8 +101,22 @@ def _transformers() -> Any:
         import transformers
     except ImportError:
         raise missing_package("load", "transformers", "pip install 'transformers>=5.17'") from None
-    _register()
     return transformers
+
+
+def _device(device: str | torch.device) -> torch.device:
+    try:
+        wanted = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if str(device) == "auto" else device)
+    except RuntimeError:
+        wanted = None
+    if wanted is None or (wanted.type == "cuda" and not torch.cuda.is_available()):
+        raise refusal(
+            "load",
+            "there is no such device here.",
+            needs=[("auto, or a device that torch has", str(device))],
+            do="pass device='cpu'",
+        )
+    return wanted
 
 
 def _config(transformers: Any, checkpoint: Checkpoint) -> Any:
@@ -129,69 +144,6 @@ def _dtype(dtype: str | torch.dtype, checkpoint: Checkpoint) -> torch.dtype:
             do="pass dtype='bfloat16'",
         )
     return DTYPES[wanted]
-
-
-@cache
-def _config_class() -> Any:
-    from transformers.utils.quantization_config import QuantizationConfigMixin
-
-    class QuarterturnConfig(QuantizationConfigMixin):
-        """Carries an opened checkpoint through from_pretrained; writes itself as what the checkpoint held."""
-
-        def __init__(self, checkpoint: Checkpoint, activations: str, backend: str, weights: str) -> None:
-            self.quant_method = METHOD
-            self.checkpoint = checkpoint
-            self.activations, self.backend, self.weights = activations, backend, weights
-
-        def to_dict(self) -> dict[str, Any]:
-            from ..checkpoint.config import quantization_entry
-
-            return dict(quantization_entry(self.checkpoint.config) or {})
-
-        def get(self, key: str, default: Any = None) -> Any:
-            """As a dict would: Transformers asks a config it was given for its quant_method this way."""
-            return getattr(self, key, default)
-
-        def __deepcopy__(self, memo: Any) -> QuarterturnConfig:
-            return self
-
-    return QuarterturnConfig
-
-
-@cache
-def _register() -> None:
-    from transformers.quantizers import HfQuantizer
-    from transformers.quantizers.auto import register_quantization_config, register_quantizer
-
-    class QuarterturnQuantizer(HfQuantizer):
-        """Replaces linears before the weights come, and checks them after."""
-
-        requires_calibration = True
-
-        def __init__(self, quantization_config: Any, **kwargs: Any) -> None:
-            super().__init__(quantization_config, **kwargs)
-            self.builder = Builder(quantization_config)
-
-        def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
-            self.builder.build(model)
-            return model
-
-        def update_weight_conversions(self, weight_conversions: list[Any]) -> list[Any]:
-            return self.builder.conversions(weight_conversions)
-
-        def is_serializable(self, safe_serialization: Any = None) -> bool:
-            return True
-
-        @property
-        def is_trainable(self) -> bool:
-            return False
-
-        @property
-        def is_compileable(self) -> bool:
-            return True
-
-    register_quantization_config(METHOD)(_config_class())
-    register_quantizer(METHOD)(QuarterturnQuantizer)
 
 
 def _check_loaded(checkpoint: Checkpoint, model: Any, info: dict[str, Any]) -> None:

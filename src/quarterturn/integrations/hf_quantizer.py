@@ -1,0 +1,64 @@
+"""Our classes in Transformers' registry of quantizers, under a name of our own. Imported when a model is loaded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers.quantizers import HfQuantizer
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from ..checkpoint import Checkpoint
+from ..checkpoint.config import quantization_entry
+from .builder import Builder
+
+METHOD = "quarterturn"
+
+
+@register_quantization_config(METHOD)
+class QuarterturnConfig(QuantizationConfigMixin):
+    """Carries an opened checkpoint through from_pretrained; writes itself as what the checkpoint held."""
+
+    def __init__(self, checkpoint: Checkpoint, activations: str, backend: str, weights: str) -> None:
+        self.quant_method = METHOD
+        self.checkpoint = checkpoint
+        self.activations, self.backend, self.weights = activations, backend, weights
+
+    def to_dict(self) -> dict[str, Any]:
+        return dict(quantization_entry(self.checkpoint.config) or {})
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """As a dict would: Transformers asks a config it was given for its quant_method this way."""
+        return getattr(self, key, default)
+
+    def __deepcopy__(self, memo: Any) -> QuarterturnConfig:
+        return self
+
+
+@register_quantizer(METHOD)
+class QuarterturnQuantizer(HfQuantizer):
+    """Replaces linears before the weights come, and takes part in the change of names."""
+
+    requires_calibration = True
+
+    def __init__(self, quantization_config: QuarterturnConfig, **kwargs: Any) -> None:
+        super().__init__(quantization_config, **kwargs)
+        self.builder = Builder(quantization_config)
+
+    def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        self.builder.build(model)
+        return model
+
+    def update_weight_conversions(self, weight_conversions: list[Any]) -> list[Any]:
+        return self.builder.conversions(weight_conversions)
+
+    def is_serializable(self, safe_serialization: Any = None) -> bool:
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        return False
+
+    @property
+    def is_compileable(self) -> bool:
+        return True
