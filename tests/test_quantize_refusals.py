@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from quarterturn.errors import Refusal
-from quarterturn.quantize import quantize
+from quarterturn.linear import FP4Linear
+from quarterturn.quantize import calibrate, quantize
 from quarterturn.quantize.atomic import check_target, new_folder
-from tiny_models import tiny_model, tiny_tokenizer
+from tiny_models import tiny_model, tiny_tokenizer, tokens
 
 
 def source_folder(folder: Path, tokenizer: bool = True, **changes: Any) -> Path:
@@ -69,3 +73,92 @@ def test_a_folder_that_cannot_be_replaced(tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / "new" / "config.json").touch()
     with pytest.raises(Refusal, match="a folder that is not empty"):
         check_target(Path("new/b/.."), overwrite=False)
+
+
+def unchanged(model: nn.Module) -> bool:
+    return not any(isinstance(m, FP4Linear) for m in model.modules())
+
+
+@pytest.mark.parametrize("bad", [float("nan"), -1.0, float("inf"), "much", None])
+def test_a_calibration_that_is_no_magnitude(bad: Any) -> None:
+    model = tiny_model()
+    (amax,) = calibrate(model, [None], tokens(), progress=False)
+    name = "model.layers.1.mlp.down_proj"
+    with pytest.raises(Refusal, match=rf"no magnitude(.|\n)*{name}"):
+        quantize(model, "nvfp4", calibration=amax | {name: bad}, progress=False)
+    assert unchanged(model)
+
+
+def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:
+    source = source_folder(tmp_path / "source", tokenizer=False)
+    (source / "chat_template.jinja").write_text("")
+    for calibration in (None, ["some text of more than two tokens"]):
+        with pytest.raises(Refusal, match="texts cannot be turned into tokens"):
+            quantize(source, "nvfp4", calibration=calibration, output=tmp_path / "a" / "out", progress=False)
+    assert [p.name for p in tmp_path.iterdir()] == ["source"]
+    quantize(source, "nvfp4", calibration=tokens(), progress=False)
+    quantize(source, "nvfp4", tokenizer=tiny_tokenizer(), samples=1, progress=False)
+
+
+def test_a_tokenizer_that_gives_almost_nothing() -> None:
+    with pytest.raises(Refusal, match=r"not the model's(.|\n)*model's 400; found 96"):
+        quantize(tiny_model(vocab_size=400), "nvfp4", tokenizer=tiny_tokenizer(), progress=False)
+    with pytest.raises(Refusal, match="next to no tokens"):
+        quantize(tiny_model(), "nvfp4", calibration=["a"], tokenizer=tiny_tokenizer(), progress=False)
+
+
+def test_calibration_is_cut_to_the_context() -> None:
+    model = tiny_model(max_position_embeddings=24)
+    seen: list[int] = []
+    model.model.layers[0].register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[1]))
+    calibrate(model, [None], None, tokenizer=tiny_tokenizer(), samples=2, progress=False)
+    calibrate(model, [None], tokens(1, 32), progress=False)
+    calibrate(model, [None], ["a" * 100, "a" * 10], tokenizer=tiny_tokenizer(), progress=False)
+    assert seen == [24, 24, 24, 24, 10]
+
+
+@pytest.mark.parametrize("name", ["model.norm.weight", "lm_head.weight", "model.layers.0.self_attn.q_proj.bias"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_tensor_that_is_not_finite(name: str, value: float, tmp_path: Path) -> None:
+    model = tiny_model("qwen2", torch.bfloat16)
+    model.get_parameter(name).data.view(-1)[-1] = value
+    with pytest.raises(Refusal, match=rf"not finite(.|\n)*{name}(.|\n)*found 1 of"):
+        quantize(model, "mxfp4", output=tmp_path / "out", progress=False)
+    assert unchanged(model)
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_place_where_nothing_can_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    model = tiny_model()
+    with pytest.raises(Refusal, match="a place where a folder can be made"):
+        quantize(model, "mxfp4", output=tmp_path / "file" / "out", progress=False)
+    assert unchanged(model)
+
+
+@pytest.mark.parametrize("size", ["banana", "1", "", "-5GB", "0GB", "nanGB", 0, -1, True, 1.5])
+def test_a_size_that_is_none(size: Any) -> None:
+    with pytest.raises(Refusal, match="no size of a file"):
+        quantize("nowhere", "mxfp4", max_shard_size=size, progress=False)
+
+
+@pytest.mark.parametrize("wrong", [{"samples": 0}, {"sequence_length": 0}, {"samples": -1}])
+def test_a_calibration_of_nothing(wrong: dict[str, int]) -> None:
+    with pytest.raises(Refusal, match="would hold no tokens"):
+        quantize("nowhere", "nvfp4", progress=False, **wrong)
+    with pytest.raises(Refusal, match="would hold no tokens"):
+        calibrate(tiny_model(), [None], progress=False, **wrong)
+
+
+def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from safetensors import SafetensorError
+
+    for error in (OSError(errno.ENOSPC, "No space left on device"), SafetensorError("No space left on device")):
+
+        def full(*_: Any, error: Exception = error, **__: Any) -> None:
+            raise error
+
+        monkeypatch.setattr("safetensors.torch.save_file", full)
+        with pytest.raises(Refusal, match=r"room on the disk(.|\n)*No space left"):
+            quantize(tiny_model(), "mxfp4", output=tmp_path / "a" / "out", progress=False)
+        assert not any(tmp_path.iterdir())

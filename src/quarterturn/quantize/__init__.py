@@ -10,22 +10,33 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from ..errors import Refusal, missing_package, refusal
 from ..formats import FP4Format, get_format
 from ..linear import ACTIVATIONS, FP4Linear
 from ..transforms import Transform
-from .atomic import check_target
-from .calibration import Texts, builtin_text, collect_amax, share_amax, token_batches
+from .atomic import TOKENIZER_FILES, new_folder
+from .calibration import (
+    Texts,
+    builtin_text,
+    check_sizes,
+    collect_amax,
+    context_length,
+    given_amax,
+    share_amax,
+    token_batches,
+)
 from .prepare import prepared
 from .rtn import encode_scale, fold_weight, round_to_nearest, weight_amax
 from .walk import TransformLike, plan_transforms, shared_groups
-from .writer import make_saveable, save_checkpoint
+from .writer import check_shard_size, make_saveable, save_checkpoint, write_files
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -62,44 +73,46 @@ def quantize(
         is each layer's width. The inverse is folded into the weights in float64.
     activations: 'fp4' (W4A4) or 'bf16' (W4A16).
     calibration: what sets the input scales of W4A4 NVFP4: texts, token ids (T,) or (B, T), None for `samples` pieces of
-        the built-in text, or what `calibrate` returned. Texts and pieces are cut to `sequence_length` tokens.
+        the built-in text, or what `calibrate` returned. Texts and pieces are cut to `sequence_length` tokens, and
+        everything to the model's context.
     targets, ignore: class names, full module names, or 're:' patterns. The output embeddings and routers stay as they
         are unless targeted by their full name.
-    output: a folder that must not exist yet (or overwrite=True and a checkpoint in it); it appears whole or not at all.
+    output: a folder that must not exist yet (or overwrite=True and nothing but a checkpoint in it), apart from the
+        folder of the original model; it appears whole or not at all.
 
     Returns the model with FP4Linear layers under the same names, in eval mode, without gradients. What was left out or
     borrowed is listed in `model.quantization_notes` and logged. Raises Refusal, before anything is changed, for what
-    cannot be done.
+    cannot be done; a disk that fills up is found while writing.
     """
     fmt = _checked(format, activations)
+    check_sizes(samples, sequence_length)
+    check_shard_size(max_shard_size)
+    given = given_amax(calibration) if isinstance(calibration, Mapping) else None
     source = Path(model) if isinstance(model, (str, Path)) else None
-    if output is not None:
-        check_target(Path(output), overwrite, source)
-    loaded, tokenizer = _resolve(model, tokenizer)
-    with _progress(progress) as track, prepared(loaded, fmt, targets, ignore) as selection:
-        plan = plan_transforms(transform, selection.layers, fmt, seed)
-        amax: dict[str, float] | None = None
-        if fmt.has_tensor_scale and activations == "fp4":
-            if isinstance(calibration, Mapping):
-                found = dict(calibration)
-            else:
-                batches = token_batches(calibration, tokenizer, _vocabulary(loaded), samples, sequence_length)
-                advance = track("calibrating", len(batches))
-                (found,) = collect_amax(loaded, selection.layers, [plan], batches, advance)
-            amax, notes = share_amax(found, list(selection.layers))
-            selection.notes.extend(notes)
-        _check_weights(selection.layers)
-        selection.settle()
-        _replace_layers(loaded, selection.layers, fmt, activations, plan, amax, track("quantizing", len(plan)))
-    loaded.eval().requires_grad_(False)
-    make_saveable(loaded)
-    loaded.quantization_notes = selection.notes
-    for note in selection.notes:
-        _log.info(note)
-    if output is not None:
-        save_checkpoint(
-            loaded, output, tokenizer=tokenizer, source=source, max_shard_size=max_shard_size, overwrite=overwrite
-        )
+    # The folder is made first: a place that cannot be written to is found before anything is loaded or changed.
+    with nullcontext() if output is None else new_folder(Path(output), overwrite, source) as folder:
+        loaded, tokenizer = _resolve(model, tokenizer)
+        with _progress(progress) as track, prepared(loaded, fmt, targets, ignore) as selection:
+            plan = plan_transforms(transform, selection.layers, fmt, seed)
+            amax: dict[str, float] | None = None
+            if fmt.has_tensor_scale and activations == "fp4":
+                found = given
+                if found is None:
+                    batches = _batches(loaded, calibration, tokenizer, samples, sequence_length)
+                    advance = track("calibrating", len(batches))
+                    (found,) = collect_amax(loaded, selection.layers, [plan], batches, advance)
+                amax, notes = share_amax(found, list(selection.layers))
+                selection.notes.extend(notes)
+            _check_weights(loaded, selection.layers)
+            selection.settle()
+            _replace_layers(loaded, selection.layers, fmt, activations, plan, amax, track("quantizing", len(plan)))
+        loaded.eval().requires_grad_(False)
+        make_saveable(loaded)
+        loaded.quantization_notes = selection.notes
+        for note in selection.notes:
+            _log.info(note)
+        if folder is not None:
+            write_files(loaded, folder, tokenizer=tokenizer, source=source, max_shard_size=max_shard_size)
     return loaded
 
 
@@ -122,9 +135,10 @@ def calibrate(
     For trying several transforms on one model without running it once for each. The model is left as it was.
     """
     fmt = get_format(format)
+    check_sizes(samples, sequence_length)
     with _progress(progress) as track, prepared(model, fmt, targets, ignore) as selection:
         plans = [plan_transforms(transform, selection.layers, fmt, seed) for transform in transforms]
-        batches = token_batches(calibration, tokenizer, _vocabulary(model), samples, sequence_length)
+        batches = _batches(model, calibration, tokenizer, samples, sequence_length)
         return collect_amax(model, selection.layers, plans, batches, track("calibrating", len(batches)))
 
 
@@ -157,13 +171,23 @@ def _resolve(model: PreTrainedModel | str | Path, tokenizer: Any) -> tuple[Any, 
         loaded = AutoModelForCausalLM.from_pretrained(place, config=config, dtype="auto", use_safetensors=True)
     except (OSError, ValueError) as error:
         raise _no_model(place, error) from error
-    if tokenizer is None:
+    if tokenizer is None and _has_tokenizer(Path(place)):
         try:
             tokenizer = AutoTokenizer.from_pretrained(place)
         except (OSError, ValueError):
             # Only texts need one; without it token_batches says so.
             tokenizer = None
     return loaded, tokenizer
+
+
+def _has_tokenizer(place: Path) -> bool:
+    """Asked of folders alone: from one without such files Transformers makes an empty tokenizer."""
+    return not place.is_dir() or any(
+        fnmatch(file.name, pattern)
+        for file in place.iterdir()
+        for pattern in (*TOKENIZER_FILES, "*.model", "*.spm")
+        if not fnmatch(file.name, "chat_template*") and not fnmatch(file.name, "*processor_config.json")
+    )
 
 
 def _no_model(place: str, error: Exception) -> Refusal:
@@ -193,9 +217,28 @@ def _vocabulary(model: Any) -> int | None:
     return embedding.weight.shape[0] if embedding is not None else None
 
 
-def _check_weights(layers: Mapping[str, nn.Linear]) -> None:
+def _batches(model: Any, calibration: Any, tokenizer: Any, samples: int, length: int) -> list[Tensor]:
+    return token_batches(calibration, tokenizer, _vocabulary(model), samples, length, context_length(model))
+
+
+def _check_weights(model: nn.Module, layers: Mapping[str, nn.Linear]) -> None:
+    """Raise Refusal where a weight to quantize, or any other tensor that a checkpoint would hold, is not finite."""
     for name, layer in layers.items():
         weight_amax(layer.weight.detach(), name)
+    checked, skipped = {f"{name}.weight" for name in layers}, set(getattr(model, "_keys_to_ignore_on_save", None) or ())
+    for name, tensor in model.state_dict().items():
+        if name in checked | skipped or not tensor.is_floating_point() or tensor.device.type == "meta":
+            continue
+        # In pieces: a mask of the embeddings would be as large as they are.
+        bad = sum(int((~torch.isfinite(piece.float())).sum()) for piece in tensor.detach().flatten().split(1 << 22))
+        if bad:
+            raise refusal(
+                "quantize",
+                "a tensor of the model holds numbers that are not finite.",
+                tensor=name,
+                needs=[("finite numbers", f"{bad} of {tensor.numel()} that are NaN or infinite")],
+                do="check the model",
+            )
 
 
 def _replace_layers(

@@ -36,13 +36,20 @@ def builtin_text() -> str:
 
 
 def token_batches(
-    calibration: Texts, tokenizer: Any, vocabulary: int | None, samples: int = 8, length: int = 256
+    calibration: Texts,
+    tokenizer: Any,
+    vocabulary: int | None,
+    samples: int = 8,
+    length: int = 256,
+    context: int | None = None,
 ) -> list[Tensor]:
     """Token ids (1, T) to run one after the other.
 
     calibration: texts (each cut to `length` tokens), ids (T,) or (B, T), or None for `samples` pieces of the built-in
-    text. Raises Refusal where there is nothing to run, no tokenizer for texts, or an id outside the vocabulary.
+    text. Nothing is longer than `context`, the model's. Raises Refusal where there is nothing to run, no tokenizer for
+    texts or one that is not the model's, or an id outside the vocabulary.
     """
+    length = length if context is None else min(length, context)
     if isinstance(calibration, Tensor):
         batches = _given_ids(calibration)
     elif tokenizer is None:
@@ -50,18 +57,74 @@ def token_batches(
             "quantize",
             "texts cannot be turned into tokens.",
             needs=[("a tokenizer for the calibration texts", "none")],
-            do="pass tokenizer=, or give calibration= a tensor of token ids",
+            do="put the tokenizer's files into the model's folder, pass tokenizer=, or give calibration= token ids",
         )
     elif calibration is None:
+        _check_tokenizer(tokenizer, vocabulary)
         ids = _encode(tokenizer, builtin_text())
         step = max(length, ids.numel() // samples)
         batches = [ids[None, start : start + length] for start in range(0, ids.numel(), step)][:samples]
     else:
+        _check_tokenizer(tokenizer, vocabulary)
         texts = [calibration] if isinstance(calibration, str) else calibration
         batches = [_encode(tokenizer, text)[None, :length] for text in texts]
-    batches = [batch for batch in batches if batch.numel()]
+    batches = [batch[:, :context] for batch in batches if batch.numel()]
     _check_batches(batches, vocabulary)
+    if not isinstance(calibration, Tensor) and sum(batch.numel() for batch in batches) < 2:
+        raise refusal(
+            "quantize",
+            "the calibration texts give next to no tokens.",
+            needs=[("at least 2 tokens", "1")],
+            do="give longer texts, or the tokenizer of this model",
+        )
     return batches
+
+
+def check_sizes(samples: int, length: int) -> None:
+    """Raise Refusal for a calibration of nothing."""
+    wrong = [(f"{n} of at least 1", str(v)) for n, v in (("samples", samples), ("sequence_length", length)) if v < 1]
+    if wrong:
+        raise refusal("quantize", "the calibration would hold no tokens.", needs=wrong, do="give positive numbers")
+
+
+def context_length(model: Any) -> int | None:
+    """How many positions the model has, where its config says so."""
+    config: Any = getattr(model, "config", None)
+    if hasattr(config, "get_text_config"):
+        config = config.get_text_config()
+    length = getattr(config, "max_position_embeddings", None)
+    return length if isinstance(length, int) and length > 0 else None
+
+
+def given_amax(calibration: Mapping[str, float]) -> dict[str, float]:
+    """What `calibrate` returned, as plain numbers. Raises Refusal for one that is no magnitude."""
+    found = {}
+    for name, value in calibration.items():
+        try:
+            found[name] = float(value)
+        except (TypeError, ValueError, RuntimeError):
+            found[name] = math.nan
+        if not 0 <= found[name] < math.inf:
+            raise refusal(
+                "quantize",
+                "the calibration of this layer is no magnitude.",
+                layer=name,
+                needs=[("a finite number that is not negative", repr(value))],
+                do="calibrate again, or drop this layer from the mapping and put it into ignore",
+            )
+    return found
+
+
+def _check_tokenizer(tokenizer: Any, vocabulary: int | None) -> None:
+    """Without files of its own, Transformers makes an empty tokenizer that turns any text into one unknown token."""
+    known = len(tokenizer) if hasattr(tokenizer, "__len__") else None
+    if known is not None and vocabulary is not None and known * 4 < vocabulary:
+        raise refusal(
+            "quantize",
+            "this tokenizer is not the model's.",
+            needs=[(f"about as many tokens as the model's {vocabulary}", str(known))],
+            do="put the tokenizer's files into the model's folder, pass tokenizer=, or give calibration= token ids",
+        )
 
 
 def _given_ids(ids: Tensor) -> list[Tensor]:

@@ -49,18 +49,41 @@ def save_checkpoint(
     or text such as '5GB'. overwrite: replace a checkpoint that is there. Raises Refusal where the target is taken,
     where the model has no FP4Linear layer, and where a layer holds what the format cannot say. Returns the path.
     """
-    target = Path(path)
-    layers, transforms, config = _described(model)
-    tensors = _tensors(model, layers, transforms)
-    with new_folder(target, overwrite) as folder:
-        _write_shards(tensors, folder, max_shard_size)
-        config.save_pretrained(folder)
-        generation = getattr(model, "generation_config", None)
-        if generation is not None:
-            # Sampling settings that Transformers finds odd are the model's own affair: they are kept, not judged.
-            _write_json(folder / "generation_config.json", generation.to_diff_dict())
-        _write_tokenizer(folder, tokenizer, Path(source) if source is not None else None)
+    target, kept = Path(path), None if source is None else Path(source)
+    check_shard_size(max_shard_size)
+    with new_folder(target, overwrite, kept) as folder:
+        write_files(model, folder, tokenizer=tokenizer, source=kept, max_shard_size=max_shard_size)
     return target
+
+
+def write_files(
+    model: Any, folder: Path, *, tokenizer: Any, source: Path | None, max_shard_size: int | str = "5GB"
+) -> None:
+    """Everything that save_checkpoint writes, into a folder that is there."""
+    layers, transforms, config = _described(model)
+    _write_shards(_tensors(model, layers, transforms), folder, max_shard_size)
+    config.save_pretrained(folder)
+    generation = getattr(model, "generation_config", None)
+    if generation is not None:
+        # Sampling settings that Transformers finds odd are the model's own affair: they are kept, not judged.
+        _write_json(folder / "generation_config.json", generation.to_diff_dict())
+    _write_tokenizer(folder, tokenizer, source)
+
+
+def check_shard_size(size: int | str) -> None:
+    """Raise Refusal for what is no size of a file."""
+    if isinstance(size, str):
+        found = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*[KMGT]B\s*", size, re.IGNORECASE)
+        positive = found is not None and float(found[1]) > 0
+    else:
+        positive = isinstance(size, int) and not isinstance(size, bool) and size > 0
+    if not positive:
+        raise refusal(
+            "save",
+            "this is no size of a file.",
+            needs=[("max_shard_size in bytes, or text with KB, MB, GB or TB", repr(size))],
+            do="write something like '5GB'",
+        )
 
 
 def make_saveable(model: Any) -> None:
@@ -275,6 +298,7 @@ def _conversions(model: Any) -> list[Any]:
 def _write_shards(tensors: Mapping[str, Tensor], folder: Path, max_shard_size: int | str) -> None:
     try:
         from huggingface_hub import split_torch_state_dict_into_shards
+        from safetensors import SafetensorError
         from safetensors.torch import save_file
     except ImportError as error:
         raise missing_package("save", error.name or "safetensors", "pip install safetensors huggingface_hub") from None
@@ -283,7 +307,16 @@ def _write_shards(tensors: Mapping[str, Tensor], folder: Path, max_shard_size: i
     )
     for file, names in plan.filename_to_tensors.items():
         shard = {name: tensors[name].detach().cpu().contiguous() for name in names}
-        save_file(_unshared(shard), folder / file, metadata={"format": "pt"})
+        try:
+            save_file(_unshared(shard), folder / file, metadata={"format": "pt"})
+        except SafetensorError as error:
+            raise refusal(
+                "save",
+                "a file of the checkpoint could not be written.",
+                file=file,
+                needs=[("room on the disk, and the right to write", str(error))],
+                do="free some room, or name a folder elsewhere",
+            ) from error
     if plan.is_sharded:
         index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
         _write_json(folder / "model.safetensors.index.json", index)
