@@ -224,7 +224,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no tokens": ({"calibration": torch.zeros(0, dtype=torch.long)}, "no tokens"),
     "floats": ({"calibration": torch.rand(2, 5)}, "no token ids"),
     "foreign tokens": ({"calibration": torch.tensor([[5, 96]])}, "0 to 95; found 5 to 96"),
-    "no layer": ({"targets": ["Conv2d"]}, "no layer is left"),
+    "no layer": ({"targets": ["Embedding"]}, "no layer is left"),
     "no linear": ({"targets": ["model.embed_tokens"]}, r"torch\.nn\.Linear; found Embedding"),
     "format": ({"format": "int4"}, "no 4-bit format"),
     "activations": ({"activations": "fp8"}, "no such width"),

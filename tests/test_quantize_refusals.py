@@ -162,3 +162,21 @@ def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(Refusal, match=r"room on the disk(.|\n)*No space left"):
             quantize(tiny_model(), "mxfp4", output=tmp_path / "a" / "out", progress=False)
         assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("entry", ["down_proj", "re:down_proj", "re:.*down_prooj$", "nope"])
+def test_an_entry_that_matches_nothing(entry: str) -> None:
+    model = tiny_model()
+    for options in ({"ignore": ("lm_head", entry)}, {"targets": ("Linear", entry)}, {"targets": (entry,)}):
+        with pytest.raises(Refusal, match=r"an entry of (targets|ignore) matches nothing(.|\n)*'re:\.\*.*\$'"):
+            quantize(model, "mxfp4", progress=False, **options)
+    with pytest.raises(Refusal, match=r"'re:\.\*down_proj\$'"):
+        quantize(model, "mxfp4", ignore=("down_proj",), progress=False)
+    assert unchanged(model)
+    del model.lm_head
+    quantize(model.model, "mxfp4", "hadamard", ignore=("lm_head", "re:.*down_proj$", "Embedding"), progress=False)
+
+
+@pytest.mark.parametrize("entry", [r"re:.*experts\..*", r"re:.*experts\.3\..*", "re:.*experts$"])
+def test_entries_for_experts_match(entry: str) -> None:
+    quantize(tiny_model("qwen3_moe"), "mxfp4", ignore=("lm_head", entry), progress=False)

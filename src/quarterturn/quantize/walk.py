@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ..errors import Refusal, missing_package, refusal
 from ..formats import FP4Format
+from ..integrations.experts import expert_names, fused_experts
 from ..transforms import Transform, hadamard, matrix, random_hadamard
 
 FUSED_NAMES = (
@@ -49,10 +50,11 @@ def select_layers(
 ) -> Selection:
     """The Linear layers that `targets` match and `ignore` does not.
 
-    Raises Refusal where nothing matches, where a match is no plain Linear layer, and where the group size does not
-    divide a layer's input.
+    Raises Refusal where nothing matches, where one of `targets` or `ignore` matches nothing at all, where a match is no
+    plain Linear layer, and where the group size does not divide a layer's input.
     """
     match = layer_matcher()
+    _check_entries(model, targets, ignore)
     heads = {id(m) for m in (_embeddings(model, "output"), _embeddings(model, "input")) if m is not None}
     selection = Selection({})
     for name, module in model.named_modules():
@@ -72,6 +74,27 @@ def select_layers(
             do="name other targets, or ignore less",
         )
     return selection
+
+
+def _check_entries(model: nn.Module, targets: Sequence[str], ignore: Sequence[str]) -> None:
+    """An entry without effect is a slip of the pen: the layers it was meant for would get the wrong treatment."""
+    match, modules = layer_matcher(), [(name, module) for name, module in model.named_modules() if name]
+    # Experts that stay fused: each could be meant by the name it has in the files.
+    layer, parts = nn.Linear(1, 1, bias=False, device=torch.device("meta")), expert_names(model)
+    for name, experts in fused_experts(model):
+        count = max((p.shape[0] for p in experts.parameters(recurse=False) if p.dim() == 3), default=1)
+        modules += [(f"{name}.{i}.{part}", layer) for i in range(count) for part in parts]
+    for kind, entries, usual in (("targets", targets, "Linear"), ("ignore", ignore, "lm_head")):
+        for entry in entries:
+            if entry == usual or any(match(name, module, [entry], []) for name, module in modules):
+                continue
+            tail = entry.removeprefix("re:").lstrip(".*^").rstrip("$") or "down_proj"
+            raise refusal(
+                "quantize",
+                f"an entry of {kind} matches nothing in this model.",
+                needs=[("a class name, a full module name, or 're:' and a pattern from its start", repr(entry))],
+                do=f"write something like 're:.*{tail}$', or leave the entry out",
+            )
 
 
 def layer_matcher() -> Callable[[str, nn.Module, Sequence[str], Sequence[str]], bool]:
