@@ -15,7 +15,7 @@ from torch import Tensor
 
 from comparing import assert_refused, assert_same_bits
 from quarterturn import FP4Tensor, hadamard, ops, random_hadamard, reference
-from quarterturn.backends import cpu_native, op_backend, select
+from quarterturn.backends import any_torch, cpu_native, op_backend, select
 from quarterturn.formats import E8M0_RULES, FORMATS, NVFP4
 from quarterturn.kernels import cpu_build
 
@@ -186,7 +186,9 @@ def test_product_is_that_of_float64(m: int, kind: str, format: str) -> None:
         want, size = product64(values, x_scale, weight, bias)
         worst = ((got.double() - want).abs() / (size + bias.abs())).max().item() if m else 0.0
         assert got.shape == (m, n)
-        assert worst < 1e-6, f"{worst:.2e} of the terms at {(n, k)}"
+        # Many bf16 rows go through the CPU's own bf16 product where it has one: its sums are rounded to bf16.
+        rounded = kind == "bf16" and m > cpu_native.FEW_ROWS and any_torch.cpu_has_bf16()
+        assert worst < (2**-8 if rounded else 1e-6), f"{worst:.2e} of the terms at {(n, k)}"
 
 
 @every_format

@@ -136,11 +136,13 @@ def test_a_dtype_or_backend_that_is_not_there_is_refused(llama: Path) -> None:
 
 
 def test_several_devices(llama: Path, tmp_path: Path) -> None:
-    pytest.importorskip("accelerate")
     want = load(llama, dtype="float32")(tokens()).logits
     whole = load(llama, dtype="float32", device_map={"": "cpu"})
     assert torch.equal(whole(tokens()).logits, want)
-    assert torch.equal(load(llama, dtype="float32", device_map="auto")(tokens()).logits, want)
+    spread = load(llama, dtype="float32", device_map="auto")
+    got = spread(tokens().to(spread.device)).logits.cpu()
+    # On a GPU a hidden state that differs in its last bit can move a code next to a tie, about 1e-3 of the logits each.
+    assert relative(got, want) < (2e-2 if torch.cuda.is_available() else 1e-9)
 
 
 def test_reloading_in_place_and_two_models_at_once(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -142,11 +142,12 @@ def product_dtype(x: Tensor, weight: Weight) -> torch.dtype:
         return torch.float32
     if x.device.type == "cuda":
         return x.dtype
-    return torch.bfloat16 if x.dtype == torch.bfloat16 and _cpu_has_bf16() else torch.float32
+    return torch.bfloat16 if x.dtype == torch.bfloat16 and cpu_has_bf16() else torch.float32
 
 
 @lru_cache(maxsize=1)
-def _cpu_has_bf16() -> bool:
+def cpu_has_bf16() -> bool:
+    """Whether this CPU multiplies bf16 in instructions of its own (AVX512-BF16 or AMX)."""
     questions = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
     return any(bool(getattr(torch.cpu, question, bool)()) for question in questions)
 

@@ -5,10 +5,10 @@
 | does not  | QuTLASS's MXFP4 recipe (any_torch computes that one, with the same bits) |
 | run on    | x86-64 with AVX2; x86-64 with AVX-512 and AMX |
 
-Few rows multiply packed weights by packed activations: integer products of the codes, exact in every group, times the
-scales in fp32. Many rows decode slices of the weights and multiply with the library's product, which then costs more
-than the decoding. z is summed in float64 in a fixed order; a row's bits do not depend on the batch in either step of
-quantization, and in the product they do not for up to FEW_ROWS rows.
+Packed weights are multiplied by packed activations: integer products of the codes, exact in every group, times the
+scales in fp32, so that a row's bits do not depend on the batch, neither in the quantization nor in the product. Many
+rows of unquantized activations (W4A16), and many rows on a CPU with bf16 instructions, decode slices of the weights for
+the library's product instead. z is summed in float64 in a fixed order.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .protocol import Blocks, Problem, Quantizer, Weight
 
 NAME = "cpu_native"
 FEW_ROWS = 64
-"""Up to here the kernel's own product is used; above, decoding slices for the library's product is faster."""
+"""Up to here the kernel's own product is always used; above, the library's can be faster."""
 SCRATCH = 1 << 21
 """Weights that are decoded at a time for the library's product: 8 MB of fp32."""
 
@@ -97,7 +97,7 @@ def matmul(
     """(M, K) x (N, K)^T -> (M, N)."""
     if weight.block_scale is None:
         return any_torch.matmul(x, x_block_scale, x_tensor_scale, weight, bias, out_dtype)
-    if x.shape[0] <= FEW_ROWS:
+    if _own_product(x.shape[0], x_block_scale is not None):
         return _few_rows(x, x_block_scale, x_tensor_scale, weight, bias, out_dtype)
     if x_block_scale is not None:
         x = _decoded(x, x_block_scale, weight.format, any_torch.product_dtype(x, weight))
@@ -116,7 +116,8 @@ def linear(
     product_dtype = x.dtype if output_blocks is None else torch.float32
     operand, tensor_scale = x, None
     if quantizer is not None:
-        if weight.block_scale is not None and x.shape[0] <= FEW_ROWS and not _reproduces_qutlass_mxfp4(quantizer):
+        own = weight.block_scale is not None and _own_product(x.shape[0], True)
+        if own and not _reproduces_qutlass_mxfp4(quantizer):
             y = _few_rows_fused(x, weight, bias, input_blocks, quantizer, product_dtype)
             return y if output_blocks is None else rotate(y, output_blocks, x.dtype)
         # Quantized values are exact in every dtype, so they go straight into the one that the product wants.
@@ -126,6 +127,11 @@ def linear(
         operand = rotate(x, input_blocks, x.dtype)
     y = matmul(operand, None, tensor_scale, weight, bias, product_dtype)
     return y if output_blocks is None else rotate(y, output_blocks, x.dtype)
+
+
+def _own_product(rows: int, quantized: bool) -> bool:
+    """Integer products win at any number of rows, but against a CPU's own bf16 products; others win for few rows."""
+    return rows <= FEW_ROWS or (quantized and not any_torch.cpu_has_bf16())
 
 
 def _reproduces_qutlass_mxfp4(quantizer: Quantizer) -> bool:

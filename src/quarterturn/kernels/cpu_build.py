@@ -138,13 +138,18 @@ def _processor() -> str:
 
 
 def _openmp_pool() -> int | None:
-    """The entry of the OpenMP pool that torch computes with: a second pool beside it would fight for the cores."""
+    """The entry of the OpenMP pool that torch computes with: a second pool beside it would fight for the cores.
+
+    Other packages bring pools of their own, so it is the one in torch's folders that counts, or the only one there is.
+    """
     try:
         mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "/" in line}
     except OSError:
         return None
-    for path in sorted(p for p in mapped if "libgomp" in Path(p).name):
-        entry = getattr(ctypes.CDLL(path), "GOMP_parallel", None)
-        if entry is not None:
-            return ctypes.cast(entry, ctypes.c_void_p).value
-    return None
+    pools = sorted(path for path in mapped if "libgomp" in Path(path).name)
+    of_torch = [path for path in pools if {"torch", "torch.libs"} & set(Path(path).parts)]
+    chosen = of_torch or pools
+    if len(chosen) != 1:
+        return None
+    entry = getattr(ctypes.CDLL(chosen[0]), "GOMP_parallel", None)
+    return None if entry is None else ctypes.cast(entry, ctypes.c_void_p).value
