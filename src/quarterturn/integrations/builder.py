@@ -67,7 +67,7 @@ class Builder:
                 self.separated and isinstance(c, WeightConverter) and all("experts" in p for p in c.source_patterns)
             )
         ]
-        return kept + [WeightRenaming(rf"\.{theirs}$", f".{ours}") for theirs, ours in RENAMED.items()]
+        return kept + [WeightRenaming(rf"\.{theirs}", f".{ours}") for theirs, ours in RENAMED.items()]
 
     def _layer(self, spec: LayerSpec, module: nn.Module | None, target: str) -> FP4Linear:
         if not isinstance(module, nn.Linear):

@@ -49,7 +49,7 @@ class QuarterturnQuantizer(HfQuantizer):
         self.builder.build(model)
         return model
 
-    def update_weight_conversions(self, weight_conversions: list[Any]) -> list[Any]:
+    def update_weight_conversions(self, weight_conversions: list[Any], *_: Any) -> list[Any]:
         return self.builder.conversions(weight_conversions)
 
     def is_serializable(self, safe_serialization: Any = None) -> bool:

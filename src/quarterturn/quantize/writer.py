@@ -96,7 +96,7 @@ def make_saveable(model: Any) -> None:
     _, transforms, config = _described(model)
     for group, first in transforms:
         model.get_submodule(first).add_module(f"{group.scheme}_{group.location}", StoredMatrix(group.transform))
-    renamings = [WeightRenaming(rf"\.{theirs}$", f".{ours}") for theirs, ours in RENAMED.items()]
+    renamings = [WeightRenaming(rf"\.{theirs}", f".{ours}") for theirs, ours in RENAMED.items()]
     model._weight_conversions = _conversions(model) + renamings
     model.config.quantization_config = config.quantization_config
 
