@@ -9,6 +9,7 @@ So what is judged is always what a reader of the file would run.
 from __future__ import annotations
 
 import json
+import math
 import platform
 import time
 from collections import Counter
@@ -49,6 +50,19 @@ Track = Callable[[str, int], Callable[[int], None]]
 """Opens a piece of work of a length and gives back its step."""
 
 _STUDY_TOKENS = 256
+
+
+def to_json(data: Any) -> str:
+    """A JSON document; numbers that are not finite, which JSON does not know, become null."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: plain(item) for key, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [plain(item) for item in value]
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    return json.dumps(plain(data), indent=1, default=str, allow_nan=False)
 
 
 @dataclass
@@ -108,7 +122,7 @@ class Comparison:
         """Everything but the raw activations, for machines."""
         data = asdict(self)
         del data["study"]["x"]
-        return json.dumps(data, indent=1)
+        return to_json(data)
 
 
 def compare(

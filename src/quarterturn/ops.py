@@ -390,16 +390,19 @@ def seen_by_torch(x: Tensor) -> bool:
 
 def run_layer(x: Tensor, plan: LayerPlan) -> Tensor:
     """What fp4_linear computes, without the dispatcher, which costs more than a small product on a CPU."""
-    checks.x("fp4_linear", x, plan.weight.data)
-    if x.shape[-1] != plan.in_features:
+    weight, k = plan.weight.data, plan.in_features
+    if x.dtype not in checks.FLOATS or x.requires_grad or x.dim() == 0 or x.device != weight.device:
+        checks.x("fp4_linear", x, weight)
+    if x.shape[-1] != k:
         raise refusal(
             "fp4_linear",
             "x does not fit the weight.",
-            needs=[(f"x (..., {plan.in_features})", str(tuple(x.shape)))],
+            needs=[(f"x (..., {k})", str(tuple(x.shape)))],
             do="check the layer's sizes",
         )
+    rows = x.view(-1, k) if x.is_contiguous() and x.numel() else _rows(x)
     y = compose.linear(
-        plan.backend, _rows(x), plan.weight, plan.bias, plan.input_blocks, plan.output_blocks, plan.quantizer
+        plan.backend, rows, plan.weight, plan.bias, plan.input_blocks, plan.output_blocks, plan.quantizer
     )
     return y.view(*x.shape[:-1], y.shape[-1])
 

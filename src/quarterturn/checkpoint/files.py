@@ -226,6 +226,6 @@ def _inside(folder: Path, shard: str, index: Path) -> Path:
             index,
             "the index points outside the folder.",
             [("a .safetensors file inside it", shard)],
-            "do not use this checkpoint before you know who made it",
+            "find out who made this checkpoint before you use it",
         )
     return folder / shard

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 import warnings
@@ -27,7 +26,9 @@ err = Console(stderr=True, highlight=False)
 
 def print_json(data: Any) -> None:
     """One JSON document on stdout and nothing else."""
-    print(json.dumps(data, indent=1, default=str))
+    from ..compare import to_json
+
+    print(to_json(data))
 
 
 @contextmanager

@@ -44,6 +44,10 @@ def generate(
 ) -> None:
     """Write on from a prompt, token by token."""
     quiet()
+    if not prompt.strip():
+        raise refusal(
+            "generate", "the prompt is empty.", needs=[("some text", repr(prompt))], do="say what to go on from"
+        )
     from transformers import TextStreamer
 
     from ..compare import encode_prompt
