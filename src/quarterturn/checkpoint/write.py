@@ -87,8 +87,7 @@ def transform_type(transform: Transform) -> str:
     A reader divides the first two by sqrt(R) and inverts them by transposing, so they must be Hadamards indeed.
     """
     m, size = transform.matrix, transform.size
-    orthogonal = transform.is_signed and torch.equal(m @ m.T, size * torch.eye(size, dtype=m.dtype, device=m.device))
-    if not orthogonal or transform.factor != 1 / size**0.5:
+    if not transform.is_hadamard or transform.factor != 1 / size**0.5:
         return "random-matrix"
     sylvester = size & (size - 1) == 0 and torch.equal(m.cpu(), hadamard(size).matrix)
     return "hadamard" if sylvester else "random-hadamard"
