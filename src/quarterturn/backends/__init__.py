@@ -16,7 +16,7 @@ from typing import cast
 import torch
 
 from ..errors import BackendRefusal, refusal
-from . import any_torch, cpu_native
+from . import any_torch, cpu_native, gpu_triton
 from .protocol import Backend, Blocks, Problem, Quantizer, Weight
 
 __all__ = [
@@ -46,7 +46,11 @@ class Selection:
         return self.backend.NAME
 
 
-BACKENDS: tuple[Backend, ...] = (cast(Backend, cpu_native), cast(Backend, any_torch))
+BACKENDS: tuple[Backend, ...] = (
+    cast(Backend, cpu_native),
+    cast(Backend, gpu_triton),
+    cast(Backend, any_torch),
+)
 """In the order of automatic choice."""
 
 

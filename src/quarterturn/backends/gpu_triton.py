@@ -1,0 +1,416 @@
+"""Triton kernels on NVIDIA GPUs.
+
+| needs     | an NVIDIA GPU of capability 8.0 or more and Triton 3.6 (or Triton's interpreter: TRITON_INTERPRET=1) |
+| provides  | every op, format, rule, recipe, dtype and size; rotate + quantize in one launch for R = 16, 32, 64, 128 |
+| does not  | fuse other sizes of R (a float64 product makes z first), nor QuTLASS's MXFP4 recipe (any_torch computes it) |
+| run on    | NVIDIA H200; not run on other GPUs, for which its kernels are compiled in tests |
+
+Hopper GPUs take the kernel of rotate_quantize_hopper.py for bf16 and fp16 input that lies contiguous in memory, all else
+takes the portable one of rotate_quantize.py, with the same bits: both multiply exact pieces of the matrix and sum in fp32.
+A matrix is read once on the host, at its first use, which must not be while a CUDA graph is being captured.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..formats import INV6, MXFP4
+from ..layouts import BLOCKED_128x4
+from ..tensor import FP4Tensor
+from . import any_torch
+from .protocol import Blocks, Problem, Quantizer, Weight
+
+NAME = "gpu_triton"
+FUSED_SIZES = (16, 32, 64, 128)
+CODES, VALUES, ROTATED = 0, 1, 2
+"""What a kernel writes; the numbers are those of the kernels' OUTPUT."""
+
+# What an E8M0 rule adds to the bits of an amax, so that its mantissa carries into the exponent from a threshold on.
+_RULE_ADD = {"even": 0x200000, "floor": 0, "ceil": 0x7FFFFF, "rceil": 0x3FFFFF}
+
+
+def interpreted() -> bool:
+    """Whether this process runs Triton's kernels in its interpreter, on CPU tensors."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def missing(device: torch.device, capability: tuple[int, int] | None = None) -> list[str]:
+    """Reasons against this machine: no NVIDIA GPU, too old a one, or no Triton."""
+    reasons = []
+    if device.type != "cuda" and not (device.type == "cpu" and interpreted()):
+        return [f"needs an NVIDIA GPU, found {device.type}"]
+    if device.type == "cuda" and torch.version.hip is not None:
+        return ["needs an NVIDIA GPU, found an AMD one"]
+    if device.type == "cuda" and (found := capability or _capability(device)) < (8, 0):
+        reasons.append(f"needs a GPU of capability 8.0 or more, found {found[0]}.{found[1]}")
+    if (version := _triton_version()) is None:
+        reasons.append("needs Triton: pip install triton")
+    elif version < (3, 6):
+        reasons.append(f"needs Triton 3.6 or newer, found {version[0]}.{version[1]}: pip install -U triton")
+    return reasons
+
+
+def refuses(problem: Problem) -> list[str]:
+    """Nothing that `ops` lets through."""
+    return []
+
+
+def prepare(weight: FP4Tensor, mode: str) -> Tensor | None:
+    """As any_torch, which multiplies."""
+    return any_torch.prepare(weight, mode)
+
+
+def rotate(x: Tensor, blocks: Blocks, out_dtype: torch.dtype) -> Tensor:
+    """x (M, K) @ V per block, fp32 sums, rounded once to out_dtype."""
+    if blocks.matrix.shape[0] not in FUSED_SIZES:
+        return any_torch.rotate(x, blocks, out_dtype)
+    out = torch.empty(x.shape, dtype=out_dtype, device=x.device)
+    if x.numel():
+        _launch(x, blocks, None, ROTATED, out)
+    return out
+
+
+def rotate_quantize(
+    x: Tensor, blocks: Blocks | None, quantizer: Quantizer, scale_layout: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """x (M, K) -> packed codes (M, K/2), scale bytes in the layout, tensor scale (1,) or (M,)."""
+    if _reproduces_qutlass_mxfp4(quantizer):
+        return any_torch.rotate_quantize(x, blocks, quantizer, scale_layout)
+    m, k = x.shape
+    fmt, blocked = quantizer.format, scale_layout == BLOCKED_128x4.name
+    x, blocks = _fusable(x, blocks)
+    codes = torch.empty(fmt.codes_shape(m, k), dtype=torch.uint8, device=x.device)
+    shape = fmt.scale_shape(m, k)
+    scale = torch.empty(BLOCKED_128x4.shape(*shape) if blocked else shape, dtype=torch.uint8, device=x.device)
+    tensor_scale = _tensor_scale(m, quantizer, x)
+    if m:
+        _launch(x, blocks, quantizer, CODES, codes, scale, tensor_scale, blocked)
+    return codes, scale, tensor_scale
+
+
+def rotate_quantize_dequantize(
+    x: Tensor, blocks: Blocks | None, quantizer: Quantizer, out_dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """x (M, K) -> e2m1 * block_scale (M, K) of out_dtype, exact, and the tensor scale (1,) or (M,)."""
+    if _reproduces_qutlass_mxfp4(quantizer):
+        return any_torch.rotate_quantize_dequantize(x, blocks, quantizer, out_dtype)
+    x, blocks = _fusable(x, blocks)
+    out = torch.empty(x.shape, dtype=out_dtype, device=x.device)
+    tensor_scale = _tensor_scale(x.shape[0], quantizer, x)
+    if x.numel():
+        _launch(x, blocks, quantizer, VALUES, out, None, tensor_scale)
+    return out, tensor_scale
+
+
+def matmul(
+    x: Tensor,
+    x_block_scale: Tensor | None,
+    x_tensor_scale: Tensor | None,
+    weight: Weight,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """(M, K) x (N, K)^T -> (M, N), by any_torch."""
+    return any_torch.matmul(x, x_block_scale, x_tensor_scale, weight, bias, out_dtype)
+
+
+def _reproduces_qutlass_mxfp4(quantizer: Quantizer) -> bool:
+    return quantizer.recipe == "qutlass" and quantizer.format is MXFP4
+
+
+def _fusable(x: Tensor, blocks: Blocks | None) -> tuple[Tensor, Blocks | None]:
+    """Turned already, in fp32, where the kernels do not know the size."""
+    if blocks is None or blocks.matrix.shape[0] in FUSED_SIZES:
+        return x, blocks
+    return any_torch.rotate(x, blocks, torch.float32), None
+
+
+def _tensor_scale(m: int, quantizer: Quantizer, x: Tensor) -> Tensor:
+    """Room for it; where there is no row to launch for, what it is."""
+    if _per_row(quantizer):
+        return torch.empty(m, dtype=torch.float32, device=x.device)
+    if m:
+        return torch.empty(1, dtype=torch.float32, device=x.device)
+    return _encode(quantizer, x.device).reciprocal()
+
+
+def _per_row(quantizer: Quantizer) -> bool:
+    return quantizer.recipe == "token" and quantizer.format.has_tensor_scale
+
+
+def _encode(quantizer: Quantizer | None, device: torch.device) -> Tensor:
+    """The encode scale, fp32 (1,); 1 where there is none."""
+    if quantizer is None or not quantizer.format.has_tensor_scale or quantizer.recipe == "token":
+        return _constant(1.0, device)
+    if quantizer.recipe == "qutlass":
+        return _constant(6.0, device)
+    assert quantizer.encode_scale is not None
+    return quantizer.encode_scale.view(1)
+
+
+@lru_cache(maxsize=64)
+def _constant(value: float, device: torch.device) -> Tensor:
+    return torch.full((1,), value, dtype=torch.float32, device=device)
+
+
+@lru_cache(maxsize=64)
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+@lru_cache(maxsize=64)
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@cache
+def _triton_version() -> tuple[int, int] | None:
+    try:
+        import triton
+    except ImportError:
+        return None
+    major, minor = triton.__version__.split(".")[:2]
+    return int(major), int(minor)
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """A block matrix as the kernels multiply it: pieces (P, R, R) of 16 bits whose sum is the matrix, and the factor.
+
+    hopper: the pieces block-diagonal to a width of 64 at least, transposed, columns in the order that wgmma wants.
+    matrix: fp32 (R, R), in the direction it is used.
+    """
+
+    pieces: Tensor
+    hopper: Tensor
+    matrix: Tensor
+    factor: float
+
+    @property
+    def size(self) -> int:
+        return self.matrix.shape[0]
+
+
+def _pieces(blocks: Blocks, dtype: torch.dtype) -> Pieces:
+    """The kernels' form of a block, kept on the matrix it was made of, and made again when that is written to."""
+    matrix = blocks.matrix
+    key = (blocks.factor, blocks.transpose, 0 if matrix.is_inference() else matrix._version)
+    kept = getattr(matrix, "_gpu_triton", None)
+    if kept is None or kept[0] != key:
+        kept = (key, {})
+        matrix._gpu_triton = kept  # type: ignore[attr-defined]
+    made: dict[torch.dtype, Pieces] = kept[1]
+    if dtype not in made:
+        made[dtype] = make_pieces(blocks, dtype)
+    return made[dtype]
+
+
+def make_pieces(blocks: Blocks, dtype: torch.dtype) -> Pieces:
+    """Split a matrix into pieces of dtype (bf16 or fp16): one for +-1, else as many as bring it to 22 bits or more."""
+    fp32 = blocks.matrix.detach().float().cpu()
+    fp32 = (fp32.T if blocks.transpose else fp32).contiguous()
+    rest, pieces = fp32.double(), []
+    enough = 2.0**-22 * float(rest.norm())
+    while not pieces or (float(rest.norm()) > enough and len(pieces) < 3):
+        pieces.append(rest.to(dtype))
+        rest = rest - pieces[-1].double()
+    stacked, device = torch.stack(pieces), blocks.matrix.device
+    factor = float(torch.tensor(blocks.factor, dtype=torch.float32))
+    return Pieces(stacked.to(device), _hopper_pieces(stacked).to(device), fp32.to(device), factor)
+
+
+def _hopper_pieces(pieces: Tensor) -> Tensor:
+    """(P, R, R) -> (P, W, W): entry [n, k] multiplies value k of a unit for column n of the product."""
+    width = max(64, pieces.shape[1])
+    wide = torch.stack([torch.block_diag(*[piece] * (width // piece.shape[0])) for piece in pieces])
+    n = torch.arange(width)
+    column = width // 4 * (n // 2 % 4) + n // 8 * 2 + n % 2
+    return wide[:, :, column].transpose(1, 2).contiguous()
+
+
+def _launch(
+    x: Tensor,
+    blocks: Blocks | None,
+    quantizer: Quantizer | None,
+    output: int,
+    out: Tensor,
+    scale: Tensor | None = None,
+    tensor_scale: Tensor | None = None,
+    blocked: bool = False,
+) -> None:
+    """One kernel over x (M, K), M and K not 0, that fills what is given."""
+    with torch.cuda.device(x.device) if x.is_cuda else _Nowhere():
+        if hopper_takes(x, blocks, quantizer, out, blocked):
+            _launch_hopper(x, blocks, quantizer, output, out, scale, tensor_scale, blocked)
+        else:
+            _launch_portable(x, blocks, quantizer, output, out, scale, tensor_scale, blocked)
+
+
+class _Nowhere:
+    def __enter__(self) -> None: ...
+    def __exit__(self, *exc: object) -> None: ...
+
+
+def hopper_takes(x: Tensor, blocks: Blocks | None, quantizer: Quantizer | None, out: Tensor, blocked: bool) -> bool:
+    """Whether the Hopper kernel runs this: a stream of whole units of 16-bit values, none quantized by its row."""
+    width = 128 if blocks is not None and blocks.matrix.shape[0] == 128 else 64
+    return (
+        x.is_cuda
+        and _capability(x.device)[0] == 9
+        and x.dtype in (torch.bfloat16, torch.float16)
+        and out.dtype in (torch.uint8, x.dtype)
+        and x.is_contiguous()
+        and x.numel() % width == 0
+        and x.data_ptr() % 16 == 0
+        and x.numel() // width < 2**31 - 2**16
+        and not (quantizer is not None and _per_row(quantizer))
+        and not (blocked and x.shape[1] % (width if quantizer is None else max(width, 4 * quantizer.format.group_size)))
+    )
+
+
+def _launch_portable(
+    x: Tensor,
+    blocks: Blocks | None,
+    quantizer: Quantizer | None,
+    output: int,
+    out: Tensor,
+    scale: Tensor | None,
+    tensor_scale: Tensor | None,
+    blocked: bool,
+) -> None:
+    from ..kernels.rotate_quantize import rotate_quantize as kernel
+
+    m, k = x.shape
+    group = 16 if quantizer is None else quantizer.format.group_size
+    pieces = None if blocks is None else _pieces(blocks, torch.float16 if x.dtype == torch.float16 else torch.bfloat16)
+    width = max(64, 0 if pieces is None else pieces.size)
+    rows, cols = BLOCKED_128x4.shape(m, k // group) if blocked else (m, k // group)
+    token = quantizer is not None and _per_row(quantizer)
+    block_m = 16 if m <= 16 or token else 64
+    grid = (-(-rows // block_m), 1 if token else -(-max(cols * group, k) // width))
+    encode = _encode(quantizer, x.device)
+    words = out.view(torch.int32) if output == CODES else out
+    kernel[grid](
+        x, x.stride(0), x if pieces is None else pieces.pieces, words,
+        encode if scale is None else scale, encode if tensor_scale is None else tensor_scale, encode,
+        m, k, rows, cols, 1.0 if pieces is None else pieces.factor,
+        SIZE=0 if pieces is None else pieces.size, PIECES=0 if pieces is None else pieces.pieces.shape[0],
+        X_PIECES=3 if x.dtype == torch.float32 else 1, WIDTH=width, BLOCK_M=block_m, GROUP=group, OUTPUT=output,
+        BLOCKED=blocked, TOKEN=token, RULE_ADD=0 if quantizer is None else _RULE_ADD[quantizer.rule],
+        HARDWARE=x.is_cuda and _capability(x.device)[0] >= 10, INTERPRETED=interpreted(), num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How the Hopper kernel is cut: units a tile, tiles in flight a program, warps, programs a multiprocessor."""
+
+    block: int
+    stages: int
+    num_warps: int
+    programs: int
+
+
+def tiling(width: int, pieces: int, output: int) -> Tiling:
+    """Measured on an H200 (benchmarks/gpu_rotate_quantize.py)."""
+    if width == 128:
+        return Tiling(64, 1, 4, 4) if pieces == 1 else Tiling(128, 1, 8, 2 if pieces == 2 else 1)
+    return Tiling(64, 1, 4, 6) if pieces == 1 else Tiling(128, 1, 4, 4)
+
+
+def _launch_hopper(
+    x: Tensor,
+    blocks: Blocks | None,
+    quantizer: Quantizer | None,
+    output: int,
+    out: Tensor,
+    scale: Tensor | None,
+    tensor_scale: Tensor | None,
+    blocked: bool,
+) -> None:
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    from ..kernels.rotate_quantize_hopper import rotate_quantize_hopper as kernel
+
+    pieces = _pieces(Blocks(_identity(x.device), 1.0, False) if blocks is None else blocks, x.dtype)
+    group = 16 if quantizer is None else quantizer.format.group_size
+    rule = "even" if quantizer is None else quantizer.rule
+    count, width, factor = pieces.hopper.shape[0], pieces.hopper.shape[1], pieces.factor
+    plain = math.frexp(factor)[0] == 0.5
+    shape = tiling(width, count, output)
+    constants = _hopper_constants(
+        width, count, pieces.size, output, blocked, group, rule, x.dtype == torch.float16, plain, shape
+    )
+    units = x.numel() // width
+    padded = -(-x.shape[0] // 128) * 128 * (x.shape[1] // width) if blocked else units
+    encode = _encode(quantizer, x.device)
+    word = {CODES: torch.int64, VALUES: torch.int32, ROTATED: x.dtype}[output]
+    descriptor = TensorDescriptor(
+        x.view(units, width), [units, width], [width, 1], [shape.block, width], constants["X_LAYOUT"]
+    )
+    compiled = kernel[(min(-(-padded // shape.block), _multiprocessors(x.device) * shape.programs),)](
+        descriptor, x, pieces.hopper, pieces.matrix, out.view(word),
+        encode if scale is None else scale, encode if tensor_scale is None else tensor_scale, encode,
+        units, padded, x.shape[1] // width, factor, _scale_factor(factor, group, plain), **constants,
+    )  # fmt: skip
+    _prefer_shared_memory(compiled.function)
+
+
+def _scale_factor(factor: float, group: int, plain: bool) -> float:
+    """What the Hopper kernel multiplies an amax by: for NVFP4 fp32(1/6), and the factor if that is a power of two."""
+    if group == MXFP4.group_size:
+        return factor
+    return INV6 * factor if plain else INV6
+
+
+@lru_cache(maxsize=512)
+def _hopper_constants(
+    width: int,
+    pieces: int,
+    size: int,
+    output: int,
+    blocked: bool,
+    group: int,
+    rule: str,
+    half: bool,
+    plain: bool,
+    shape: Tiling,
+) -> dict[str, Any]:
+    from triton.experimental.gluon.language import NVMMASharedLayout
+
+    from ..kernels import rotate_quantize_hopper as hopper
+
+    repair = size if size < width else 0
+    amax = quantize = ("", "")
+    if (output == ROTATED and repair) or (output != ROTATED and group == MXFP4.group_size):
+        amax = hopper.amax_asm(repair, half)
+    if output != ROTATED:
+        quantize = hopper.quantize_asm(group, output, rule, repair, half, plain)
+    layout = hopper.store_layout(shape.block, width, 8 * output, shape.num_warps) if output != CODES else ""
+    return {
+        "WIDTH": width, "PIECES": pieces, "BLOCK": shape.block, "STAGES": shape.stages, "OUTPUT": output,
+        "BLOCKED": blocked, "GROUP": group, "STORE_LAYOUT": layout, "REPAIR": repair > 0,
+        "AMAX_ASM": amax[0], "AMAX_CONSTRAINTS": amax[1],
+        "QUANTIZE_ASM": quantize[0], "QUANTIZE_CONSTRAINTS": quantize[1],
+        "X_LAYOUT": NVMMASharedLayout(128, 16, 2), "num_warps": shape.num_warps,
+    }  # fmt: skip
+
+
+@lru_cache(maxsize=8)
+def _identity(device: torch.device) -> Tensor:
+    return torch.eye(FUSED_SIZES[0], dtype=torch.float32, device=device)
+
+
+@lru_cache(maxsize=512)
+def _prefer_shared_memory(function: int) -> None:
+    """Several programs fit on a multiprocessor only if all of its memory that can be shared is: ask the driver for it."""
+    preferred_carveout, percent = 9, 100
+    ctypes.CDLL("libcuda.so.1").cuFuncSetAttribute(ctypes.c_void_p(function), preferred_carveout, percent)

@@ -1,0 +1,301 @@
+"""Rotate + quantize on Hopper GPUs (sm_90), at the speed of memory.
+
+The input is one stream of values: blocks of R and groups of 16 or 32 are cut from it without regard to rows, so a tile
+is BLOCK units of WIDTH neighbouring values (64, or 128 for R = 128), a contiguous piece of memory. A few programs a
+multiprocessor take tiles in turn:
+
+    TMA copies a tile into shared memory       while earlier tiles are being worked on
+    wgmma multiplies it by the matrix          +-1 in one bf16 piece, others in two or three, exact products, fp32 sums
+    each thread rounds its 16 neighbouring values (ptx.py) and stores their 8 bytes of codes and the scale byte
+
+R = 16 and 32 use a 64-wide block-diagonal matrix. Its columns are permuted so that the 16 accumulators that wgmma leaves
+in a thread are neighbours: column n of the product is value (W / 4) * (n / 2 % 4) + n / 8 * 2 + n % 2 of a unit.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from . import ptx
+
+CODES, VALUES, ROTATED = 0, 1, 2
+"""What is written: codes and block scales; e2m1 * block_scale; the rotated values."""
+
+_OPERANDS = 8
+"""Operands of the asm texts behind the 16 values: amax, sixth, encode, divisor, width, offset, tile, matrix."""
+
+
+def amax_asm(repair: int, half: bool) -> tuple[str, str]:
+    """Text and constraints: 16 values -> their amax, and the values; repair: R where a unit has several blocks, or 0."""
+    operands = [f"${17 + i}" for i in range(16 + _OPERANDS)]
+    z, (*_, offset, tile, matrix) = operands[:16], operands[16:]
+    lines = ptx.amax([f"z{i}" for i in range(16)], "a")
+    if repair:
+        lines += ptx.repair(repair, half, offset, tile, matrix)
+    lines += ["mov.f32 $0, a;", *[f"mov.f32 ${1 + i}, z{i};" for i in range(16)]]
+    return ptx.block(lines, z), "=f," * 17 + _INPUTS
+
+
+def quantize_asm(group: int, output: int, rule: str, repair: int, half: bool, plain: bool) -> tuple[str, str]:
+    """Text and constraints: 16 values -> (codes, scale byte), or eight words of values.
+
+    With groups of 16 (NVFP4) the amax is found here, and blocks are repaired; with 32 (MXFP4) it is an operand.
+    plain: the factor that the values lack is a power of two, and part of `sixth`; else it stands in the amax's place.
+    """
+    outputs = 2 if output == CODES else 8
+    operands = [f"${outputs + i}" for i in range(16 + _OPERANDS)]
+    z, (amax, sixth, encode, divisor, width, offset, tile, matrix) = operands[:16], operands[16:]
+    if group == 16:
+        lines = ptx.amax([f"z{i}" for i in range(16)], "a")
+        if repair:
+            lines += ptx.repair(repair, half, offset, tile, matrix)
+        if not plain:
+            lines.append(f"mul.rn.f32 a, a, {amax};")
+        lines += ptx.nvfp4_scale(sixth, encode, divisor, width)
+    else:
+        lines = [f"mov.f32 a, {amax};", *ptx.mxfp4_scale(rule, sixth)]
+    saturate = group == 32 and rule == "floor"
+    if output == CODES:
+        lines += [*ptx.codes("$0", saturate), "mov.b32 $1, byte;"]
+        return ptx.block(lines, z), "=l,=r," + _INPUTS
+    lines += ptx.values([f"w{i}" for i in range(8)], half, saturate)
+    lines += [f"mov.b32 ${i}, w{i};" for i in range(8)]
+    return ptx.block(lines, z), "=r," * 8 + _INPUTS
+
+
+_INPUTS = "f," * 20 + "r,r,l,l"
+
+
+def store_layout(block: int, width: int, size: int, num_warps: int) -> gl.DistributedLinearLayout:
+    """How (block, width / 16, size) lies in threads, the last dimension first: what 16-byte stores need to know."""
+    last = [[0, 0, 1 << i] for i in range(size.bit_length() - 1)]
+    registers = [*last, *([[0, 1, 0]] if width == 128 else []), [8, 0, 0]]
+    registers += [[16 * num_warps << i, 0, 0] for i in range((block // (16 * num_warps)).bit_length() - 1)]
+    group = width // 64
+    lanes = [[0, group, 0], [0, 2 * group, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]]
+    warps = [[16 << i, 0, 0] for i in range(num_warps.bit_length() - 1)]
+    return gl.DistributedLinearLayout(registers, lanes, warps, [], [block, width // 16, size])
+
+
+@gluon.jit
+def _split4(x):
+    even, odd = x.split()
+    a0, a2 = even.split()
+    a1, a3 = odd.split()
+    return a0, a1, a2, a3
+
+
+@gluon.jit
+def _join8(a0, a1, a2, a3, a4, a5, a6, a7):
+    low = gl.join(gl.join(a0, a1), gl.join(a2, a3))
+    high = gl.join(gl.join(a4, a5), gl.join(a6, a7))
+    joined = gl.join(low, high).permute((0, 1, 4, 3, 2))
+    return joined.reshape([joined.shape[0], joined.shape[1], 8])
+
+
+@triton.jit
+def _greatest(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@gluon.jit
+def _blocked_address(unit, group, units_per_row, GROUPS: gl.constexpr):
+    """Where the scale of a group of a unit lies in the 128x4 layout, units_per_row * GROUPS columns wide."""
+    row = unit // units_per_row
+    col = (unit % units_per_row) * GROUPS + group
+    across = units_per_row * GROUPS // 4
+    return (row // 128 * across + col // 4) * 512 + row % 32 * 16 + row % 128 // 32 * 4 + col % 4
+
+
+@gluon.jit
+def _store(ptr, x, units, L: gl.constexpr, BLOCK: gl.constexpr, GROUPS: gl.constexpr, SIZE: gl.constexpr):
+    """x (BLOCK, GROUPS, SIZE) to consecutive memory, but for units beyond the last."""
+    x = gl.convert_layout(x, L, assert_trivial=True)
+    row = gl.arange(0, BLOCK, gl.SliceLayout(1, gl.SliceLayout(2, L)))[:, None, None]
+    group = gl.arange(0, GROUPS, gl.SliceLayout(0, gl.SliceLayout(2, L)))[None, :, None]
+    i = gl.arange(0, SIZE, gl.SliceLayout(0, gl.SliceLayout(1, L)))[None, None, :]
+    gl.store(ptr + (row * (GROUPS * SIZE) + group * SIZE + i), x, mask=row < units)
+
+
+_SEVENTEEN_FLOATS = gl.constexpr((gl.float32,) * 17)
+_EIGHT_WORDS = gl.constexpr((gl.int32,) * 8)
+
+
+@gluon.jit
+def rotate_quantize_hopper(
+    x_desc,
+    x_ptr,
+    pieces_ptr,
+    matrix_ptr,
+    out_ptr,
+    scale_ptr,
+    tensor_scale_ptr,
+    encode_ptr,
+    units,
+    padded_units,
+    units_per_row,
+    factor,
+    scale_factor,
+    WIDTH: gl.constexpr,
+    PIECES: gl.constexpr,
+    BLOCK: gl.constexpr,
+    STAGES: gl.constexpr,
+    OUTPUT: gl.constexpr,
+    BLOCKED: gl.constexpr,
+    GROUP: gl.constexpr,
+    STORE_LAYOUT: gl.constexpr,
+    REPAIR: gl.constexpr,
+    AMAX_ASM: gl.constexpr,
+    AMAX_CONSTRAINTS: gl.constexpr,
+    QUANTIZE_ASM: gl.constexpr,
+    QUANTIZE_CONSTRAINTS: gl.constexpr,
+    X_LAYOUT: gl.constexpr,
+    num_warps: gl.constexpr,
+):
+    """One launch over `units` units of WIDTH values. See hopper_launch in backends/gpu_triton.py for the arguments.
+
+    padded_units: with blocked scales, the units of all rows up to a multiple of 128, whose scales are written as zero.
+    factor: what the accumulator lacks. scale_factor: what the amax is multiplied by: 1/6 and a power of two.
+    """
+    pid = gl.program_id(0)
+    programs = gl.num_programs(0)
+    tiles = (padded_units + BLOCK - 1) // BLOCK
+    dtype: gl.constexpr = x_desc.dtype
+    BYTES: gl.constexpr = BLOCK * WIDTH * 2
+
+    # What comes from memory is asked for first, so that its latencies overlap.
+    encode = gl.load(encode_ptr)
+    ML: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [num_warps, 1], [1, 0])
+    rows = gl.arange(0, WIDTH, gl.SliceLayout(1, ML))
+    cols = gl.arange(0, WIDTH, gl.SliceLayout(0, ML))
+    offsets = rows[:, None] * WIDTH + cols[None, :]
+    first_piece = gl.load(pieces_ptr + offsets)
+
+    x_tiles = gl.allocate_shared_memory(dtype, [STAGES, BLOCK, WIDTH], x_desc.layout)
+    arrived = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(arrived.index(i), count=1)
+    fence_async_shared()
+    gl.thread_barrier()
+    for i in gl.static_range(STAGES):
+        tile = pid + i * programs
+        mbarrier.expect(arrived.index(i), BYTES, pred=tile < tiles)
+        tma.async_copy_global_to_shared(x_desc, [tile * BLOCK, 0], arrived.index(i), x_tiles.index(i), pred=tile < tiles)
+
+    PIECE_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([WIDTH, WIDTH], dtype)
+    pieces = gl.allocate_shared_memory(dtype, [PIECES, WIDTH, WIDTH], PIECE_LAYOUT)
+    pieces.index(0).store(first_piece)
+    for i in gl.static_range(1, PIECES):
+        pieces.index(i).store(gl.load(pieces_ptr + i * WIDTH * WIDTH + offsets))
+    tensor_scale = gl.inline_asm_elementwise(
+        "rcp.rn.f32 $0, $1;", "=f,f", [encode], dtype=gl.float32, is_pure=True, pack=1
+    )
+    if OUTPUT < 2:
+        if pid == 0:
+            gl.store(tensor_scale_ptr, tensor_scale)
+    divisor = tensor_scale * 2.0 / factor
+    width = gl.to_tensor(0)
+    if divisor > 1e-30:
+        if divisor < 1e30:
+            width = gl.to_tensor(0x76)
+    fence_async_shared()
+    gl.thread_barrier()
+
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, WIDTH, 16])
+    stage = 0
+    phase = 0
+    for tile in range(pid, tiles, programs):
+        mbarrier.wait(arrived.index(stage), phase)
+        acc = gl.zeros([BLOCK, WIDTH], gl.float32, ACC)
+        for i in gl.static_range(PIECES):
+            piece = pieces.index(i).permute((1, 0))
+            acc = warpgroup_mma(x_tiles.index(stage), piece, acc, use_acc=i > 0, is_async=True)
+        acc = warpgroup_mma_wait(0, [acc])
+        gl.thread_barrier()
+        following = tile + STAGES * programs
+        mbarrier.expect(arrived.index(stage), BYTES, pred=following < tiles)
+        tma.async_copy_global_to_shared(
+            x_desc, [following * BLOCK, 0], arrived.index(stage), x_tiles.index(stage), pred=following < tiles
+        )
+        stage += 1
+        if stage == STAGES:
+            stage = 0
+            phase ^= 1
+
+        # value i of each group of 16: 16 tensors (BLOCK, WIDTH / 16), in place
+        z = acc.reshape([BLOCK, WIDTH // 8, 4, 2]).permute((0, 2, 1, 3)).reshape([BLOCK, WIDTH // 16, 2, 2, 2, 2])
+        c0, c1, c2, c3 = _split4(z)
+        z0, z4, z8, z12 = _split4(c0)
+        z1, z5, z9, z13 = _split4(c1)
+        z2, z6, z10, z14 = _split4(c2)
+        z3, z7, z11, z15 = _split4(c3)
+        L: gl.constexpr = z0.type.layout
+        row = gl.arange(0, BLOCK, gl.SliceLayout(1, L))[:, None]
+        group = gl.arange(0, WIDTH // 16, gl.SliceLayout(0, L))[None, :]
+        offset = row * (WIDTH // 16) + group
+        inside = row < units - tile * BLOCK
+        first = tile.to(gl.int64) * (BLOCK * (WIDTH // 16))
+        x_tile = gl.to_tensor(0).to(gl.int64)
+        matrix = gl.to_tensor(0).to(gl.int64)
+        if REPAIR:
+            x_tile = (x_ptr + first * 16).to(gl.int64)
+            matrix = matrix_ptr.to(gl.int64)
+        amax = factor
+        if AMAX_ASM != "":
+            amax, z0, z1, z2, z3, z4, z5, z6, z7, z8, z9, z10, z11, z12, z13, z14, z15 = gl.inline_asm_elementwise(
+                AMAX_ASM,
+                AMAX_CONSTRAINTS,
+                [z0, z1, z2, z3, z4, z5, z6, z7, z8, z9, z10, z11, z12, z13, z14, z15]
+                + [scale_factor, scale_factor, encode, divisor, width, offset, x_tile, matrix],
+                dtype=_SEVENTEEN_FLOATS,
+                is_pure=True,
+                pack=1,
+            )
+            if GROUP == 32:
+                pairs = amax.reshape([BLOCK, WIDTH // 32, 2])
+                greatest = gl.reduce(pairs, 2, _greatest)
+                spread = gl.convert_layout(greatest, gl.SliceLayout(2, pairs.type.layout), assert_trivial=True)
+                both, _ = gl.broadcast(spread.expand_dims(2), pairs)
+                amax = gl.convert_layout(both.reshape([BLOCK, WIDTH // 16]), L, assert_trivial=True)
+        operands = [z0, z1, z2, z3, z4, z5, z6, z7, z8, z9, z10, z11, z12, z13, z14, z15]
+        operands = operands + [amax, scale_factor, encode, divisor, width, offset, x_tile, matrix]
+        if OUTPUT == 0:
+            word, byte = gl.inline_asm_elementwise(
+                QUANTIZE_ASM, QUANTIZE_CONSTRAINTS, operands, dtype=(gl.int64, gl.int32), is_pure=True, pack=1
+            )
+            gl.store(out_ptr + first + offset, word, mask=inside)
+            if GROUP == 32:
+                writes = group % 2 == 0
+                at = row * (WIDTH // 32) + group // 2
+                base = tile.to(gl.int64) * (BLOCK * (WIDTH // 32))
+            else:
+                writes = group >= 0
+                at = offset
+                base = first
+            if BLOCKED:
+                at = _blocked_address(tile * BLOCK + row, group * 16 // GROUP, units_per_row, WIDTH // GROUP)
+                gl.store(scale_ptr + at, byte.to(gl.uint8), mask=writes & (row < padded_units - tile * BLOCK))
+            else:
+                gl.store(scale_ptr + base + at, byte.to(gl.uint8), mask=writes & inside)
+        elif OUTPUT == 1:
+            w0, w1, w2, w3, w4, w5, w6, w7 = gl.inline_asm_elementwise(
+                QUANTIZE_ASM, QUANTIZE_CONSTRAINTS, operands, dtype=_EIGHT_WORDS, is_pure=True, pack=1
+            )
+            words = _join8(w0, w1, w2, w3, w4, w5, w6, w7)
+            _store(out_ptr + first * 8, words, units - tile * BLOCK, STORE_LAYOUT, BLOCK, WIDTH // 16, 8)
+        else:
+            out: gl.constexpr = out_ptr.dtype.element_ty
+            low = _join8(z0, z2, z4, z6, z8, z10, z12, z14)
+            high = _join8(z1, z3, z5, z7, z9, z11, z13, z15)
+            turned = (gl.join(low, high).reshape([BLOCK, WIDTH // 16, 16]) * factor).to(out)
+            _store(out_ptr + first * 16, turned, units - tile * BLOCK, STORE_LAYOUT, BLOCK, WIDTH // 16, 16)
