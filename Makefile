@@ -46,8 +46,8 @@ pytest: $(STAMP)  ## The tests alone, without those for a GPU.
 test-gpu: $(STAMP)  ## The tests for an NVIDIA GPU; without one they fail.
 	$(BIN)/python -m pytest -q -m gpu
 
-bench: $(STAMP)  ## Speed on this machine, recorded in benchmarks/results.
-	$(BIN)/python -m benchmarks.cpu_model
+bench: $(STAMP)  ## Speed on this machine (on its GPU where it has one), recorded in benchmarks/results.
+	$(BIN)/python -m benchmarks
 
 clean:  ## Remove .venv and what tools left.
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache build src/quarterturn.egg-info
