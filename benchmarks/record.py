@@ -5,6 +5,8 @@ from __future__ import annotations
 import datetime
 import json
 import platform
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ def machine() -> dict[str, Any]:
         "python": platform.python_version(),
     }
     if torch.cuda.is_available():
-        facts["gpu"] = torch.cuda.get_device_name()
+        facts |= {"gpu": torch.cuda.get_device_name(), "driver": _driver(), "triton": _version("triton")}
     return facts
 
 
@@ -32,6 +34,27 @@ def append(name: str, record: dict[str, Any]) -> None:
     RESULTS.mkdir(exist_ok=True)
     with (RESULTS / f"{name}.jsonl").open("a") as stream:
         stream.write(json.dumps(record) + "\n")
+
+
+def read(name: str) -> list[dict[str, Any]]:
+    """The lines of results/<name>.jsonl, oldest first; none where nothing was measured yet."""
+    path = RESULTS / f"{name}.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def _driver() -> str:
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[0].strip()
+    except (OSError, subprocess.CalledProcessError, IndexError):
+        return "unknown"
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "none"
 
 
 def _processor() -> str:

@@ -84,10 +84,13 @@ def _next_to_scale_tie(
     return np.abs(amax - edge) <= slack
 
 
-def compare_quantized(got, want, z: np.ndarray, dz: np.ndarray, name: str, encode=1.0, rule: str = "even") -> None:
+def compare_quantized(
+    got, want, z: np.ndarray, dz: np.ndarray, name: str, encode=1.0, rule: str = "even", groups: int | None = None
+) -> None:
     """Scale bytes first: at most 1e-5 differ, each a neighbour at a tie. Then codes given equal scales: at most 1e-4.
 
     got, want: (packed codes, scales). z: the exact float64 input of the quantizer; dz: how far fp32 may be from it.
+    groups: the size of the sample, where only those of its groups that differ are given.
     One difference is allowed in a sample too small for the rate to mean anything, and it too must sit at a tie.
     """
     size = by_hand.GROUP[name]
@@ -98,7 +101,8 @@ def compare_quantized(got, want, z: np.ndarray, dz: np.ndarray, name: str, encod
     encode = np.broadcast_to(np.asarray(encode, dtype=np.float64), (z.shape[0], 1))
     wrong = got_scale != want_scale
     text = mismatch(got_scale, want_scale, "scale bytes")
-    assert wrong.sum() <= max(1, int(1e-5 * wrong.size)), text
+    groups = wrong.size if groups is None else groups
+    assert wrong.sum() <= max(1, int(1e-5 * groups)), f"{text}; of {groups} groups in all"
     low = np.minimum(got_scale, want_scale)
     per_group = np.broadcast_to(encode, wrong.shape)
     fair = (np.abs(got_scale - want_scale) == 1)[wrong]
@@ -109,7 +113,7 @@ def compare_quantized(got, want, z: np.ndarray, dz: np.ndarray, name: str, encod
     same_scale = np.repeat(~wrong, size, axis=-1)
     off = (got_codes != want_codes) & same_scale
     text = mismatch(np.where(same_scale, got_codes, 0), np.where(same_scale, want_codes, 0), "codes")
-    assert off.sum() <= max(1, int(1e-4 * off.size)), text
+    assert off.sum() <= max(1, int(1e-4 * groups * size)), f"{text}; of {groups * size} codes in all"
     rank = np.where(np.arange(16) < 8, np.arange(16) + 8, 15 - np.arange(16))  # codes in the order of their values
     ladder = E2M1_BY_RANK
     first, second = np.minimum(rank[got_codes], rank[want_codes]), np.maximum(rank[got_codes], rank[want_codes])

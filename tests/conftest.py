@@ -2,6 +2,10 @@
 
 A missing GPU is never a skip. `-m "not gpu"` leaves the GPU tests out by name; whoever selects them on a machine
 without one is told so in red, because a suite that is green for want of hardware says nothing.
+
+Those of the GPU tests that are also marked `interpreter` are small enough for Triton's interpreter, which runs the
+same kernels on a CPU: `TRITON_INTERPRET=1 pytest -m interpreter`, a process of its own since triton asks when it is
+imported.
 """
 
 from __future__ import annotations
@@ -15,14 +19,21 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 import torch
 
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs an NVIDIA GPU; fails, and does not skip, where there is none")
+    config.addinivalue_line("markers", "interpreter: a gpu test that also runs on a CPU where TRITON_INTERPRET=1")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    if item.get_closest_marker("gpu") is not None and not torch.cuda.is_available():
+    if item.get_closest_marker("gpu") is None or torch.cuda.is_available():
+        return
+    if item.get_closest_marker("interpreter") is None:
         pytest.fail('this test needs an NVIDIA GPU and torch sees none; leave it out with -m "not gpu"', pytrace=False)
+    if not INTERPRETED:
+        pytest.fail("this test needs an NVIDIA GPU, or TRITON_INTERPRET=1 in the environment", pytrace=False)
 
 
 @pytest.fixture(autouse=True)

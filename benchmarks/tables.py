@@ -1,0 +1,98 @@
+"""Write the README's tables of speed from the records in benchmarks/results.
+
+    python -m benchmarks.tables [--check]
+
+A table stands between `<!-- table: NAME -->` and `<!-- end of table: NAME -->`. --check writes nothing and fails where
+the README is not what the records say.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.record import read
+
+README = Path(__file__).parent.parent / "README.md"
+FORM_NAMES = {
+    "packed": "NVFP4 codes and scales, ±1 matrix",
+    "dense": "NVFP4 codes and scales, dense matrix",
+    "blocked": "NVFP4 codes, blocked scales, ±1",
+    "values": "bf16 quantize-dequantize, ±1",
+    "rotate": "bf16 rotation alone, ±1",
+}
+SHAPES = ((1, 4096), (64, 4096), (4096, 4096), (8192, 8192), (16384, 8192))
+ROWS = [("packed", r) for r in (16, 32, 64, 128)] + [(form, 64) for form in ("dense", "blocked", "values", "rotate")]
+
+
+def rotate_quantize(records: list[dict[str, Any]]) -> str:
+    """The table of the newest run in results/gpu_rotate_quantize.jsonl."""
+    if not records:
+        return "Not measured yet: `make bench` on a machine with an NVIDIA GPU fills this in."
+    run = records[-1]["run"]
+    newest = [r for r in records if r["run"] == run]
+    found = {(r["form"], r["size"], r["rows"], r["width"]): r for r in newest if r["form"] != "launch"}
+    shapes = [s for s in SHAPES if any(key[2:] == s for key in found)]
+    lines = [
+        "Microseconds, and in brackets the speed as a fraction of a device copy of as many bytes in the same run.",
+        "",
+        "| output | block | " + " | ".join(f"{m} × {k}" for m, k in shapes) + " |",
+        "|" + "---|" * (2 + len(shapes)),
+    ]
+    for form, size in ROWS:
+        cells = [_cell(found.get((form, size, *shape))) for shape in shapes]
+        if any(cells):
+            lines.append(f"| {FORM_NAMES[form]} | {size} | " + " | ".join(cells) + " |")
+    return "\n".join([*lines, "", _origin(newest)])
+
+
+def _cell(record: dict[str, Any] | None) -> str:
+    return f"{record['us']:.1f} ({record['copy_us'] / record['us']:.2f})" if record else ""
+
+
+def _origin(records: list[dict[str, Any]]) -> str:
+    first = records[0]
+    ratios = sorted(r["compiled_us"] / r["us"] for r in records if "compiled_us" in r and r["rows"] >= 4096)
+    against = f" Compiled PyTorch takes {ratios[len(ratios) // 2]:.1f} times as long (median)." if ratios else ""
+    cost = next((r["host_us"]["packed"] for r in records if r["form"] == "launch"), None)
+    host = f" A call costs {cost:.0f} µs of host time." if cost else ""
+    return (
+        f"bf16 input, CUDA graphs, `make bench` on {first['gpu']}, driver {first['driver']}, torch {first['torch']}, "
+        f"triton {first['triton']}, {first['date']}.{against}{host}"
+    )
+
+
+TABLES: dict[str, tuple[str, Callable[[list[dict[str, Any]]], str]]] = {
+    "rotate_quantize": ("gpu_rotate_quantize", rotate_quantize)
+}
+
+
+def filled(text: str) -> str:
+    """The text with every table in it made new."""
+    for name, (records, render) in TABLES.items():
+        begin, end = f"<!-- table: {name} -->", f"<!-- end of table: {name} -->"
+        pattern = re.compile(f"{re.escape(begin)}\n.*?{re.escape(end)}", re.DOTALL)
+        if len(pattern.findall(text)) != 1:
+            raise SystemExit(f"the README has not exactly one place from {begin} to {end}")
+        body = f"{begin}\n{render(read(records))}\n{end}"
+        text = pattern.sub(lambda _, body=body: body, text)
+    return text
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true")
+    check = parser.parse_args().check
+    before = README.read_text("utf-8")
+    after = filled(before)
+    if check and after != before:
+        raise SystemExit("README.md is not what the records say: run `python -m benchmarks.tables`")
+    if not check:
+        README.write_text(after, "utf-8")
+
+
+if __name__ == "__main__":
+    main()

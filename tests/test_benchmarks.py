@@ -1,0 +1,110 @@
+"""The parts of the benchmarks that need no GPU: what is counted, what counts as wrong, the plain definition, tables."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent.parent))  # benchmarks is no part of the package
+
+from benchmarks import gpu_rotate_quantize as bench
+from benchmarks import record, tables
+
+Case = bench.Case
+
+
+def test_bytes_of_a_case() -> None:
+    assert Case("packed", 64, 8192, 8192).bytes_read == 2 * 8192 * 8192
+    assert Case("packed", 64, 8192, 8192).bytes_written == 8192 * 8192 * 9 // 16
+    assert Case("values", 64, 3, 64).bytes_written == 3 * 64 * 2
+    assert Case("blocked", 64, 1, 80 * 16).bytes_written == 640 + 128 * 80
+
+
+def test_inputs_leave_the_cache() -> None:
+    for case in bench.cases(quick=False):
+        traffic = case.copies * (case.bytes_read + case.bytes_written)
+        assert bench.FEWEST <= case.copies <= bench.MOST
+        assert traffic >= bench.COLD or not case.stays_cold
+
+
+def test_every_case_is_there_once_and_kernels_stay_together() -> None:
+    todo = bench.cases(quick=False)
+    assert len(todo) == len(set(todo)) == 4 * 5 * (4 * 6 + 1)
+    assert [c for group in bench.by_kernel(todo) for c in group] == todo
+    assert {(c.rows, c.width) for c in bench.cases(quick=True)} == set(bench.QUICK)
+
+
+@pytest.mark.parametrize("form", bench.FORMS)
+def test_the_plain_definition_and_the_calls_are_the_same_numbers(form: str) -> None:
+    case = Case(form, 64, 129, 192)
+    x = torch.randn(case.rows, case.width).bfloat16()
+    x[3] = 0
+    want = bench.call_of(case, "any_torch", "cpu")(x)
+    matrix, factor = bench.matrix_of(form, 64, "cpu")
+    if form != "blocked":
+        assert not bench.faults(case, bench.plain(x, matrix, factor, form), want)
+    assert not bench.faults(case, bench.call_of(case, "auto", "cpu")(x), want)
+
+
+@pytest.mark.parametrize("form", bench.FORMS)
+def test_a_wrong_result_is_a_fault(form: str) -> None:
+    case = Case(form, 64, 129, 192)
+    x = torch.randn(case.rows, case.width).bfloat16()
+    want = bench.call_of(case, "any_torch", "cpu")(x)
+    other = bench.call_of(case, "any_torch", "cpu")(x * 1.05)
+    assert bench.faults(case, other, want)
+    spoiled = tuple(t.clone() for t in want)
+    spoiled[0][-3:].zero_()
+    assert bench.faults(case, spoiled, want)
+
+
+def test_a_line_of_the_table() -> None:
+    made = bench.line({**vars(Case("packed", 64, 8192, 8192)), "us": 50.0, "copy_us": 40.0, "copy_gb_s": 4300.0,
+                       "any_torch_us": 5000.0, "compiled_us": 150.0})  # fmt: skip
+    assert "50.00 us" in made
+    assert "0.80 of copy" in made
+    assert "3.00x compiled" in made
+    assert "100.0x any_torch" in made
+
+
+def some_records() -> list[dict]:
+    about = {"gpu": "NVIDIA X", "driver": "1.2", "torch": "2.13", "triton": "3.6", "date": "2026-01-02"}
+    old = {**vars(Case("packed", 64, 8192, 8192)), "us": 99.0, "copy_us": 40.0, "run": "a", **about}
+    new = [
+        {**old, "us": 50.0, "compiled_us": 150.0, "run": "b"},
+        {**old, "us": 60.0, "form": "values", "run": "b"},
+        {"form": "launch", "host_us": {"packed": 12.0}, "run": "b", **about},
+    ]
+    return [old, *new]
+
+
+def test_the_readme_table_is_of_the_newest_run() -> None:
+    text = tables.rotate_quantize(some_records())
+    assert "| output | block | 8192 × 8192 |" in text
+    assert "| NVFP4 codes and scales, ±1 matrix | 64 | 50.0 (0.80) |" in text
+    assert "| bf16 quantize-dequantize, ±1 | 64 | 60.0 (0.67) |" in text
+    assert "99.0" not in text
+    assert "NVIDIA X, driver 1.2, torch 2.13, triton 3.6, 2026-01-02" in text
+    assert "3.0 times as long" in text
+    assert "12 µs" in text
+
+
+def test_no_record_is_said_to_be_none() -> None:
+    assert tables.rotate_quantize([]).startswith("Not measured yet")
+
+
+def test_the_readme_is_what_the_records_say() -> None:
+    text = tables.README.read_text("utf-8")
+    assert tables.filled(text) == text
+
+
+def test_a_record_is_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record, "RESULTS", tmp_path / "results")
+    assert record.read("x") == []
+    record.append("x", {"a": 1})
+    record.append("x", {"a": 2})
+    assert record.read("x") == [{"a": 1}, {"a": 2}]
+    assert {"date", "processor", "torch"} <= set(record.machine())
