@@ -183,14 +183,14 @@ def _triton_version() -> tuple[int, int] | None:
 
 @dataclass(frozen=True)
 class Pieces:
-    """A block matrix as the kernels multiply it: pieces (P, R, R) of 16 bits whose sum is the matrix, and the factor.
+    """A block matrix as the kernels multiply it: pieces (P, R, R) whose sum is the matrix, and the factor.
 
-    hopper: the pieces block-diagonal to a width of 64 at least, transposed, columns in the order that wgmma wants.
+    hopper: for each output, the pieces block-diagonal to a width of 64 at least, transposed, columns in its order.
     matrix: fp32 (R, R), in the direction it is used.
     """
 
     pieces: Tensor
-    hopper: Tensor
+    hopper: dict[int, Tensor]
     matrix: Tensor
     factor: float
 
@@ -202,38 +202,50 @@ class Pieces:
 def _pieces(blocks: Blocks, dtype: torch.dtype) -> Pieces:
     """The kernels' form of a block, kept on the matrix it was made of, and made again when that is written to."""
     matrix = blocks.matrix
-    key = (blocks.factor, blocks.transpose, 0 if matrix.is_inference() else matrix._version)
+    version = 0 if matrix.is_inference() else matrix._version
     kept = getattr(matrix, "_gpu_triton", None)
-    if kept is None or kept[0] != key:
-        kept = (key, {})
+    if kept is None or kept[0] != version:
+        kept = (version, {})
         matrix._gpu_triton = kept  # type: ignore[attr-defined]
-    made: dict[torch.dtype, Pieces] = kept[1]
-    if dtype not in made:
-        made[dtype] = make_pieces(blocks, dtype)
-    return made[dtype]
+    made: dict[tuple[float, bool, torch.dtype], Pieces] = kept[1]
+    key = (blocks.factor, blocks.transpose, dtype)
+    if key not in made:
+        made[key] = make_pieces(blocks, dtype)
+    return made[key]
 
 
 def make_pieces(blocks: Blocks, dtype: torch.dtype) -> Pieces:
-    """Split a matrix into pieces of dtype (bf16 or fp16): one for +-1, else as many as bring it to 22 bits or more."""
+    """Split a matrix into pieces of dtype: one for +-1, else as many as bring it to fp32, three of bf16 or two of fp16.
+
+    fp32 input is multiplied in float64 instead, by the one piece that the matrix then is. A power of two goes over from
+    the factor to the pieces, exactly: all that the factor has, so that no sum overflows which the factor would bring
+    back; for fp16, whose small numbers lose bits, as much as makes the largest entry 16 to 32.
+    """
     fp32 = blocks.matrix.detach().float().cpu()
     fp32 = (fp32.T if blocks.transpose else fp32).contiguous()
+    factor = float(torch.tensor(blocks.factor, dtype=torch.float32))
+    largest = float(fp32.abs().max())
+    power = math.frexp(factor)[1] - 1 if dtype != torch.float16 else 5 - math.frexp(largest)[1]
+    fp32, factor = torch.ldexp(fp32.double(), torch.tensor(power)).float(), math.ldexp(factor, -power)
     rest, pieces = fp32.double(), []
     enough = 2.0**-22 * float(rest.norm())
     while not pieces or (float(rest.norm()) > enough and len(pieces) < 3):
-        pieces.append(rest.to(dtype))
+        pieces.append(rest.to(torch.float64 if dtype == torch.float32 else dtype))
         rest = rest - pieces[-1].double()
     stacked, device = torch.stack(pieces), blocks.matrix.device
-    factor = float(torch.tensor(blocks.factor, dtype=torch.float32))
-    return Pieces(stacked.to(device), _hopper_pieces(stacked).to(device), fp32.to(device), factor)
+    hopper = {}
+    if device.type == "cuda" and _capability(device)[0] == 9 and dtype != torch.float32:
+        hopper = {output: _hopper_pieces(stacked, output).to(device) for output in (CODES, VALUES, ROTATED)}
+    return Pieces(stacked.to(device), hopper, fp32.to(device), factor)
 
 
-def _hopper_pieces(pieces: Tensor) -> Tensor:
+def _hopper_pieces(pieces: Tensor, output: int) -> Tensor:
     """(P, R, R) -> (P, W, W): entry [n, k] multiplies value k of a unit for column n of the product."""
+    from ..kernels.rotate_quantize_hopper import column_order
+
     width = max(64, pieces.shape[1])
     wide = torch.stack([torch.block_diag(*[piece] * (width // piece.shape[0])) for piece in pieces])
-    n = torch.arange(width)
-    column = width // 4 * (n // 2 % 4) + n // 8 * 2 + n % 2
-    return wide[:, :, column].transpose(1, 2).contiguous()
+    return wide[:, :, column_order(width, output)].transpose(1, 2).contiguous()
 
 
 def _launch(
@@ -248,10 +260,19 @@ def _launch(
 ) -> None:
     """One kernel over x (M, K), M and K not 0, that fills what is given."""
     with torch.cuda.device(x.device) if x.is_cuda else _Nowhere():
-        if hopper_takes(x, blocks, quantizer, out, blocked):
-            _launch_hopper(x, blocks, quantizer, output, out, scale, tensor_scale, blocked)
+        if not hopper_takes(x, blocks, quantizer, out):
+            return _launch_portable(x, blocks, quantizer, output, out, scale, tensor_scale, blocked)
+        # Rows that lie apart are brought together, so that strides change no bit.
+        x = x if x.is_contiguous() and x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.contiguous_format)
+        group = 16 if quantizer is None else quantizer.format.group_size
+        if blocked and x.shape[1] % max(hopper_width(blocks), 4 * group):
+            # A unit would span rows, or the padding: the scales take their places in a second step.
+            assert scale is not None
+            rows_major = scale.new_empty(x.shape[0], x.shape[1] // group)
+            _launch_hopper(x, blocks, quantizer, output, out, rows_major, tensor_scale, False)
+            scale.copy_(BLOCKED_128x4.forward(rows_major))
         else:
-            _launch_portable(x, blocks, quantizer, output, out, scale, tensor_scale, blocked)
+            _launch_hopper(x, blocks, quantizer, output, out, scale, tensor_scale, blocked)
 
 
 class _Nowhere:
@@ -259,20 +280,23 @@ class _Nowhere:
     def __exit__(self, *exc: object) -> None: ...
 
 
-def hopper_takes(x: Tensor, blocks: Blocks | None, quantizer: Quantizer | None, out: Tensor, blocked: bool) -> bool:
-    """Whether the Hopper kernel runs this: a stream of whole units of 16-bit values, none quantized by its row."""
-    width = 128 if blocks is not None and blocks.matrix.shape[0] == 128 else 64
+def hopper_width(blocks: Blocks | None) -> int:
+    """Values in a unit of the Hopper kernel."""
+    return 128 if blocks is not None and blocks.matrix.shape[0] == 128 else 64
+
+
+def hopper_takes(x: Tensor, blocks: Blocks | None, quantizer: Quantizer | None, out: Tensor) -> bool:
+    """Whether the Hopper kernel runs this: whole units of 16-bit values to be turned, none quantized by its row."""
+    units, rest = divmod(x.numel(), hopper_width(blocks))
     return (
-        x.is_cuda
+        blocks is not None
+        and x.is_cuda
         and _capability(x.device)[0] == 9
         and x.dtype in (torch.bfloat16, torch.float16)
         and out.dtype in (torch.uint8, x.dtype)
-        and x.is_contiguous()
-        and x.numel() % width == 0
-        and x.data_ptr() % 16 == 0
-        and x.numel() // width < 2**31 - 2**16
+        and rest == 0
+        and units < 2**31 - 2**16
         and not (quantizer is not None and _per_row(quantizer))
-        and not (blocked and x.shape[1] % (width if quantizer is None else max(width, 4 * quantizer.format.group_size)))
     )
 
 
@@ -290,11 +314,11 @@ def _launch_portable(
 
     m, k = x.shape
     group = 16 if quantizer is None else quantizer.format.group_size
-    pieces = None if blocks is None else _pieces(blocks, torch.float16 if x.dtype == torch.float16 else torch.bfloat16)
+    pieces = None if blocks is None else _pieces(blocks, x.dtype)
     width = max(64, 0 if pieces is None else pieces.size)
     rows, cols = BLOCKED_128x4.shape(m, k // group) if blocked else (m, k // group)
     token = quantizer is not None and _per_row(quantizer)
-    block_m = 16 if m <= 16 or token else 64
+    block_m = 16 if m <= 16 or token or x.dtype == torch.float32 else 64
     grid = (-(-rows // block_m), 1 if token else -(-max(cols * group, k) // width))
     encode = _encode(quantizer, x.device)
     words = out.view(torch.int32) if output == CODES else out
@@ -303,7 +327,7 @@ def _launch_portable(
         encode if scale is None else scale, encode if tensor_scale is None else tensor_scale, encode,
         m, k, rows, cols, 1.0 if pieces is None else pieces.factor,
         SIZE=0 if pieces is None else pieces.size, PIECES=0 if pieces is None else pieces.pieces.shape[0],
-        X_PIECES=3 if x.dtype == torch.float32 else 1, WIDTH=width, BLOCK_M=block_m, GROUP=group, OUTPUT=output,
+        WIDTH=width, BLOCK_M=block_m, GROUP=group, OUTPUT=output,
         BLOCKED=blocked, TOKEN=token, RULE_ADD=0 if quantizer is None else _RULE_ADD[quantizer.rule],
         HARDWARE=x.is_cuda and _capability(x.device)[0] >= 10, INTERPRETED=interpreted(), num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
@@ -340,35 +364,30 @@ def _launch_hopper(
 
     from ..kernels.rotate_quantize_hopper import rotate_quantize_hopper as kernel
 
-    pieces = _pieces(Blocks(_identity(x.device), 1.0, False) if blocks is None else blocks, x.dtype)
+    assert blocks is not None
+    pieces = _pieces(blocks, x.dtype)
     group = 16 if quantizer is None else quantizer.format.group_size
     rule = "even" if quantizer is None else quantizer.rule
-    count, width, factor = pieces.hopper.shape[0], pieces.hopper.shape[1], pieces.factor
-    plain = math.frexp(factor)[0] == 0.5
+    operand, factor = pieces.hopper[output], pieces.factor
+    count, width = operand.shape[:2]
     shape = tiling(width, count, output)
     constants = _hopper_constants(
-        width, count, pieces.size, output, blocked, group, rule, x.dtype == torch.float16, plain, shape
+        width, count, pieces.size, output, blocked, group, rule, x.dtype == torch.float16, shape
     )
     units = x.numel() // width
-    padded = -(-x.shape[0] // 128) * 128 * (x.shape[1] // width) if blocked else units
+    per_row = max(1, x.shape[1] // width)
+    padded = -(-x.shape[0] // 128) * 128 * per_row if blocked else units
     encode = _encode(quantizer, x.device)
     word = {CODES: torch.int64, VALUES: torch.int32, ROTATED: x.dtype}[output]
     descriptor = TensorDescriptor(
         x.view(units, width), [units, width], [width, 1], [shape.block, width], constants["X_LAYOUT"]
     )
     compiled = kernel[(min(-(-padded // shape.block), _multiprocessors(x.device) * shape.programs),)](
-        descriptor, x, pieces.hopper, pieces.matrix, out.view(word),
+        descriptor, x, operand, pieces.matrix, out.view(word),
         encode if scale is None else scale, encode if tensor_scale is None else tensor_scale, encode,
-        units, padded, x.shape[1] // width, factor, _scale_factor(factor, group, plain), **constants,
+        units, padded, per_row, (2**32 - 1) // per_row, factor, factor if group == MXFP4.group_size else INV6 * factor, **constants,
     )  # fmt: skip
     _prefer_shared_memory(compiled.function)
-
-
-def _scale_factor(factor: float, group: int, plain: bool) -> float:
-    """What the Hopper kernel multiplies an amax by: for NVFP4 fp32(1/6), and the factor if that is a power of two."""
-    if group == MXFP4.group_size:
-        return factor
-    return INV6 * factor if plain else INV6
 
 
 @lru_cache(maxsize=512)
@@ -381,7 +400,6 @@ def _hopper_constants(
     group: int,
     rule: str,
     half: bool,
-    plain: bool,
     shape: Tiling,
 ) -> dict[str, Any]:
     from triton.experimental.gluon.language import NVMMASharedLayout
@@ -390,11 +408,11 @@ def _hopper_constants(
 
     repair = size if size < width else 0
     amax = quantize = ("", "")
-    if (output == ROTATED and repair) or (output != ROTATED and group == MXFP4.group_size):
-        amax = hopper.amax_asm(repair, half)
+    if (output == ROTATED and repair) or (output != ROTATED and group != hopper.RUN[output]):
+        amax = hopper.amax_asm(output, repair, half)
     if output != ROTATED:
-        quantize = hopper.quantize_asm(group, output, rule, repair, half, plain)
-    layout = hopper.store_layout(shape.block, width, 8 * output, shape.num_warps) if output != CODES else ""
+        quantize = hopper.quantize_asm(group, output, rule, repair, half)
+    layout = hopper.store_layout(shape.block, width, 4 * output, shape.num_warps) if output != CODES else ""
     return {
         "WIDTH": width, "PIECES": pieces, "BLOCK": shape.block, "STAGES": shape.stages, "OUTPUT": output,
         "BLOCKED": blocked, "GROUP": group, "STORE_LAYOUT": layout, "REPAIR": repair > 0,
@@ -402,11 +420,6 @@ def _hopper_constants(
         "QUANTIZE_ASM": quantize[0], "QUANTIZE_CONSTRAINTS": quantize[1],
         "X_LAYOUT": NVMMASharedLayout(128, 16, 2), "num_warps": shape.num_warps,
     }  # fmt: skip
-
-
-@lru_cache(maxsize=8)
-def _identity(device: torch.device) -> Tensor:
-    return torch.eye(FUSED_SIZES[0], dtype=torch.float32, device=device)
 
 
 @lru_cache(maxsize=512)

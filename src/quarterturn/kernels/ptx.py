@@ -1,6 +1,6 @@
 """PTX text that quantizes one group of values held by one thread.
 
-A thread of the Hopper kernel holds 16 neighbouring values `z0..z15` of a row. The text here finds their amax, makes the
+A thread of the Hopper kernel holds 16 (or 8) neighbouring values `z0, z1, ...` of a row. The text here finds their amax, makes the
 block scale, and rounds them to E2M1; it is put together per configuration and given to `inline_asm_elementwise`. What
 is written this way is what the compiler does not find from Triton's operations: three-way minima, funnel shifts,
 multiply-add packing, and branches that only unusual groups take. Every step is the fp32 operation of the specification,
@@ -16,9 +16,6 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 
-GROUP = 16
-"""Values that a thread holds of a group: all of NVFP4's 16, half of MXFP4's 32."""
-
 _INFINITY, _NAN, _MAX = 0x7F800000, 0x7FFFFFFF, 0x7F7FFFFF
 _ROUND = 2.0**23
 _SIXTH = 0x3E2AAAAB
@@ -33,35 +30,35 @@ def constant(value: float | int) -> str:
 
 
 def amax(z: Sequence[str], out: str) -> list[str]:
-    """The largest magnitude of 16 values; NaN where one is NaN. Four chains, so that latencies overlap."""
+    """The largest magnitude of values; NaN where one is NaN. Four chains, so that latencies overlap."""
     lines = [f"abs.f32 x{i}, {z[i]};" for i in range(4)]
-    for i in range(4, GROUP):
+    for i in range(4, len(z)):
         lines += [f"abs.f32 h, {z[i]};", f"max.NaN.f32 x{i % 4}, x{i % 4}, h;"]
     return [*lines, "max.NaN.f32 x0, x0, x1;", "max.NaN.f32 x2, x2, x3;", f"max.NaN.f32 {out}, x0, x2;"]
 
 
-def repair(size: int, half: bool, offset: str, x: str, matrix: str) -> list[str]:
+def repair(size: int, half: bool, count: int, offset: str, x: str, matrix: str) -> list[str]:
     """Values of a block of `size` that NaN or Inf of a neighbouring block has reached (0 * Inf is NaN): made again.
 
     The product multiplies 64 values by several blocks of the matrix at once. Where its result `a` (the amax) is not
-    finite, the 16 values are summed again from their own block alone; `a` stays NaN only if that block is not finite.
-    offset: of the values in the tile, in groups of 16; x: address of the tile; matrix: address of fp32 (size, size).
+    finite, the values are summed again from their own block alone; `a` stays NaN only if that block is not finite.
+    offset: of the values in the tile, in steps of `count`; x: address of the tile; matrix: address of fp32 (size, size).
     """
     load = "cvt.f32.f16 h, xe;" if half else "mov.b32 h, {zero, xe};"
     lines = [
         f"setp.lt.f32 fin, a, {constant(_INFINITY)};",
         "@fin bra CLEAN;",
-        f"mul.wide.s32 xa, {offset}, {2 * GROUP};",
+        f"mul.wide.s32 xa, {offset}, {2 * count};",
         f"and.b64 xa, xa, {-2 * size};",
         f"add.s64 xa, xa, {x};",
-        f"shl.b32 u, {offset}, 4;",
+        f"mul.lo.u32 u, {offset}, {count};",
         f"and.b32 u, u, {size - 1};",
         "mul.wide.u32 ma, u, 4;",
         f"add.s64 ma, ma, {matrix};",
         f"mov.u32 u, {size};",
         "mov.b16 zero, 0;",
         "setp.eq.u32 fin, 0, 0;",
-        *[f"mov.f32 z{i}, {constant(0)};" for i in range(GROUP)],
+        *[f"mov.f32 z{i}, {constant(0)};" for i in range(count)],
         "AGAIN:",
         '.pragma "nounroll";',
         "ld.global.b16 xe, [xa];",
@@ -69,7 +66,7 @@ def repair(size: int, half: bool, offset: str, x: str, matrix: str) -> list[str]
         "abs.f32 a, h;",
         f"setp.lt.and.f32 fin, a, {constant(_INFINITY)}, fin;",
     ]
-    for i in range(0, GROUP, 4):
+    for i in range(0, count, 4):
         lines.append(f"ld.global.v4.f32 {{x0, x1, x2, x3}}, [ma+{4 * i}];")
         lines += [f"fma.rn.f32 z{i + j}, h, x{j}, z{i + j};" for j in range(4)]
     return [
@@ -79,17 +76,17 @@ def repair(size: int, half: bool, offset: str, x: str, matrix: str) -> list[str]
         "sub.u32 u, u, 1;",
         "setp.ne.u32 again, u, 0;",
         "@again bra AGAIN;",
-        *amax([f"z{i}" for i in range(GROUP)], "a"),
+        *amax([f"z{i}" for i in range(count)], "a"),
         f"selp.f32 a, a, {constant(_NAN)}, fin;",
         "CLEAN:",
     ]
 
 
-def nvfp4_scale(sixth: str, encode: str, divisor: str, width: str) -> list[str]:
+def nvfp4_scale(count: int, sixth: str, encode: str, divisor: str, width: str) -> list[str]:
     """From the amax `a`: `byte`, and `r`, half the reciprocal that values are multiplied by.
 
-    sixth: fp32(1/6), or that times the power of two that the values still lack. divisor: twice the tensor scale, over
-    the factor that the values lack, so that r = 1 / (s * divisor). width: 0x76, or 0 to send every group the long way.
+    sixth: fp32(1/6) times the factor that the values still lack. divisor: twice the tensor scale, over
+    that factor, so that r = 1 / (s * divisor). width: 0x76, or 0 to send every group the long way.
 
     Usual groups have a normal scale under 448: then 6 * s is near amax, no value exceeds 7, and s * divisor is far
     from the ends of fp32, where one Newton step after the approximate reciprocal rounds as IEEE division does. Scales
@@ -121,12 +118,12 @@ def nvfp4_scale(sixth: str, encode: str, divisor: str, width: str) -> list[str]:
         f"selp.f32 r, r, {constant(0)}, pos;",
         "selp.b32 byte, byte, 0x7F, fin;",
         f"selp.f32 s, s, {constant(_NAN)}, fin;",
-        *_clamp(),
+        *_clamp(count),
         "USUAL:",
     ]
 
 
-def mxfp4_scale(rule: str, factor: str) -> list[str]:
+def mxfp4_scale(count: int, rule: str, factor: str) -> list[str]:
     """From the amax `a`: `byte`, `s` = 2^(byte - 127), and `r` = factor / (2 * s), exact.
 
     The rule adds to the bits of amax what carries into its exponent from a threshold of the mantissa on.
@@ -163,12 +160,12 @@ def mxfp4_scale(rule: str, factor: str) -> list[str]:
         f"selp.f32 r, r, {constant(0)}, pos;",
         "selp.b32 byte, byte, 0xFF, fin;",
         f"selp.f32 s, s, {constant(_NAN)}, fin;",
-        *_clamp(),
+        *_clamp(count),
         "USUAL:",
     ]
 
 
-def _clamp() -> list[str]:
+def _clamp(count: int) -> list[str]:
     """Values to +-6.5 scales, whose code is that of 6; to zero where `pos` is false."""
     lines = [
         "rcp.approx.f32 t, r;",
@@ -177,7 +174,7 @@ def _clamp() -> list[str]:
         f"selp.f32 t, t, {constant(0)}, pos;",
         f"selp.f32 n, n, {constant(0)}, pos;",
     ]
-    return lines + [line for i in range(GROUP) for line in (f"min.f32 z{i}, z{i}, t;", f"max.f32 z{i}, z{i}, n;")]
+    return lines + [line for i in range(count) for line in (f"min.f32 z{i}, z{i}, t;", f"max.f32 z{i}, z{i}, n;")]
 
 
 def _magnitude(value: str, saturate: bool) -> list[str]:
@@ -224,13 +221,13 @@ def codes(out: str, saturate: bool = False) -> list[str]:
 
 
 def values(out: Sequence[str], half: bool, saturate: bool = False) -> list[str]:
-    """16 values -> eight 32-bit words, each two numbers e2m1 * s of bf16 (or fp16), exact.
+    """Values -> 32-bit words, each two numbers e2m1 * s of bf16 (or fp16), exact.
 
     A code shifted to the top of an fp32 number's mantissa and exponent is its value times 2^-126, subnormal included.
     """
     kind = "f16x2" if half else "bf16x2"
     lines = []
-    for pair in range(8):
+    for pair in range(len(out)):
         for k in range(2):
             lines += [
                 *_magnitude(f"z{2 * pair + k}", saturate),

@@ -37,12 +37,11 @@ def e2m1_magnitude(v):
 
 @triton.jit
 def e4m3_byte(t):
-    """t >= 0 fp32 -> E4M3 byte, int32: nearest, ties to even, at most 448; Inf and NaN give 0x7F."""
-    bits = t.to(tl.int32, bitcast=True)
+    """t >= 0 fp32 -> E4M3 byte, int32: nearest, ties to even, at most 448."""
+    bits = tl.minimum(t.to(tl.int32, bitcast=True), 0x43E00000)
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
     subnormal = (tl.minimum(t, 1.0) * 512.0 + 8388608.0).to(tl.int32, bitcast=True) - 0x4B000000
-    byte = tl.minimum(tl.where(bits < 0x3C800000, subnormal, normal), 0x7E)
-    return tl.where(bits < 0x7F800000, byte, 0x7F)
+    return tl.where(bits < 0x3C800000, subnormal, normal)
 
 
 @triton.jit
@@ -72,7 +71,7 @@ def _row_amax(z, BLOCK_M: tl.constexpr):
 @triton.jit
 def _turned(
     x_ptr, x_stride, pieces_ptr, rows, m, first, k, factor,
-    SIZE: tl.constexpr, PIECES: tl.constexpr, X_PIECES: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr,
+    SIZE: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr,
     GROUP: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """z (BLOCK_M, WIDTH / GROUP, GROUP), fp32, of rows and the columns from `first` on; zero outside of x."""
@@ -86,20 +85,19 @@ def _turned(
         rest = tl.reshape(x, (blocks, SIZE))
         i = tl.arange(0, SIZE)
         offsets = i[:, None] * SIZE + i[None, :]
-        z = tl.zeros((blocks, SIZE), tl.float32)
-        for p in tl.static_range(X_PIECES):
-            operand = rest
-            if X_PIECES > 1:
-                operand = rest.to(tl.bfloat16)
-                rest = rest - operand.to(tl.float32)
+        if x_ptr.dtype.element_ty == tl.float32:
+            # No pieces of fp32 span its exponents; float64 does, and its rounding is the specification's.
+            sums = tl.dot(rest.to(tl.float64), tl.load(pieces_ptr + offsets), out_dtype=tl.float64)
+            z = (sums * factor).to(tl.float32)
+        else:
+            z = tl.zeros((blocks, SIZE), tl.float32)
             for q in tl.static_range(PIECES):
-                if p + q < 3:
-                    piece = tl.load(pieces_ptr + q * SIZE * SIZE + offsets)
-                    if INTERPRETED:  # whose product of bf16 multiplies their bits
-                        z = tl.dot(operand.to(tl.float32), piece.to(tl.float32), z, input_precision="ieee")
-                    else:
-                        z = tl.dot(operand, piece, z)
-        z = z * factor
+                piece = tl.load(pieces_ptr + q * SIZE * SIZE + offsets)
+                if INTERPRETED:  # whose product of bf16 multiplies their bits
+                    z = tl.dot(rest.to(tl.float32), piece.to(tl.float32), z, input_precision="ieee")
+                else:
+                    z = tl.dot(rest, piece, z)
+            z = z * factor
     return tl.reshape(z, (BLOCK_M, WIDTH // GROUP, GROUP))
 
 
@@ -188,7 +186,7 @@ def _write(
 @triton.jit
 def rotate_quantize(
     x_ptr, x_stride, pieces_ptr, out_ptr, scale_ptr, tensor_scale_ptr, encode_ptr, m, k, padded_rows, padded_cols, factor,
-    SIZE: tl.constexpr, PIECES: tl.constexpr, X_PIECES: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr,
+    SIZE: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr,
     GROUP: tl.constexpr, OUTPUT: tl.constexpr, BLOCKED: tl.constexpr, TOKEN: tl.constexpr, RULE_ADD: tl.constexpr,
     HARDWARE: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
@@ -215,7 +213,6 @@ def rotate_quantize(
                 factor,
                 SIZE,
                 PIECES,
-                X_PIECES,
                 WIDTH,
                 BLOCK_M,
                 GROUP,
@@ -225,8 +222,7 @@ def rotate_quantize(
             first += WIDTH
         amax = bits.to(tl.float32, bitcast=True)
         encode = tl.div_rn(tl.full((BLOCK_M,), 2688.0, tl.float32), amax)
-        finite = (bits < 0x7F800000) & (_magnitude_bits(encode) < 0x7F800000)
-        encode = tl.where(finite, encode, 1.0)
+        encode = tl.where(_magnitude_bits(encode) < 0x7F800000, encode, 1.0)
         tensor_scale = tl.div_rn(tl.full((BLOCK_M,), 1.0, tl.float32), encode)
         tl.store(tensor_scale_ptr + rows, tensor_scale, mask=rows < m)
         first = 0
@@ -242,7 +238,6 @@ def rotate_quantize(
                 factor,
                 SIZE,
                 PIECES,
-                X_PIECES,
                 WIDTH,
                 BLOCK_M,
                 GROUP,
@@ -271,7 +266,6 @@ def rotate_quantize(
             factor,
             SIZE,
             PIECES,
-            X_PIECES,
             WIDTH,
             BLOCK_M,
             GROUP,

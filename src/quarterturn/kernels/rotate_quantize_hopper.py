@@ -8,8 +8,8 @@ multiprocessor take tiles in turn:
     wgmma multiplies it by the matrix          +-1 in one bf16 piece, others in two or three, exact products, fp32 sums
     each thread rounds its 16 neighbouring values (ptx.py) and stores their 8 bytes of codes and the scale byte
 
-R = 16 and 32 use a 64-wide block-diagonal matrix. Its columns are permuted so that the 16 accumulators that wgmma leaves
-in a thread are neighbours: column n of the product is value (W / 4) * (n / 2 % 4) + n / 8 * 2 + n % 2 of a unit.
+R = 16 and 32 use a 64-wide block-diagonal matrix. Its columns are permuted so that the accumulators which wgmma leaves in
+a thread are runs of neighbours (`column_order`): no value has to change its thread before it is stored.
 """
 
 from __future__ import annotations
@@ -31,60 +31,75 @@ from . import ptx
 CODES, VALUES, ROTATED = 0, 1, 2
 """What is written: codes and block scales; e2m1 * block_scale; the rotated values."""
 
+RUN = {CODES: 16, VALUES: 8, ROTATED: 8}
+"""Neighbouring values that a thread holds: 16 make 8 bytes of codes, 8 make 16 bytes of bf16, both whole sectors."""
+
 _OPERANDS = 8
-"""Operands of the asm texts behind the 16 values: amax, sixth, encode, divisor, width, offset, tile, matrix."""
+"""Operands of the asm texts behind the values: amax, sixth, encode, divisor, width, offset, tile, matrix."""
 
 
-def amax_asm(repair: int, half: bool) -> tuple[str, str]:
-    """Text and constraints: 16 values -> their amax, and the values; repair: R where a unit has several blocks, or 0."""
-    operands = [f"${17 + i}" for i in range(16 + _OPERANDS)]
-    z, (*_, offset, tile, matrix) = operands[:16], operands[16:]
-    lines = ptx.amax([f"z{i}" for i in range(16)], "a")
+def column_order(width: int, output: int) -> list[int]:
+    """The value of a unit that column n of the product is, so that a thread's accumulators are runs of neighbours."""
+    if RUN[output] == 16:
+        return [width // 4 * (n // 2 % 4) + n // 8 * 2 + n % 2 for n in range(width)]
+    return [n // 32 * 32 + n // 2 % 4 * 8 + n // 8 % 4 * 2 + n % 2 for n in range(width)]
+
+
+def amax_asm(output: int, repair: int, half: bool) -> tuple[str, str]:
+    """Text and constraints: values -> their amax, and the values; repair: R where a unit has several blocks, or 0."""
+    run = RUN[output]
+    operands = [f"${1 + run + i}" for i in range(run + _OPERANDS)]
+    z, (*_, offset, tile, matrix) = operands[:run], operands[run:]
+    lines = ptx.amax([f"z{i}" for i in range(run)], "a")
     if repair:
-        lines += ptx.repair(repair, half, offset, tile, matrix)
-    lines += ["mov.f32 $0, a;", *[f"mov.f32 ${1 + i}, z{i};" for i in range(16)]]
-    return ptx.block(lines, z), "=f," * 17 + _INPUTS
+        lines += ptx.repair(repair, half, run, offset, tile, matrix)
+    lines += ["mov.f32 $0, a;", *[f"mov.f32 ${1 + i}, z{i};" for i in range(run)]]
+    return ptx.block(lines, z), "=f," * (1 + run) + _inputs(run)
 
 
-def quantize_asm(group: int, output: int, rule: str, repair: int, half: bool, plain: bool) -> tuple[str, str]:
-    """Text and constraints: 16 values -> (codes, scale byte), or eight words of values.
+def quantize_asm(group: int, output: int, rule: str, repair: int, half: bool) -> tuple[str, str]:
+    """Text and constraints: 16 values -> (codes, scale byte), or 8 values -> four words of e2m1 * block_scale.
 
-    With groups of 16 (NVFP4) the amax is found here, and blocks are repaired; with 32 (MXFP4) it is an operand.
-    plain: the factor that the values lack is a power of two, and part of `sixth`; else it stands in the amax's place.
+    Where a thread holds a whole group (codes of NVFP4) the amax is found here, else it is an operand.
     """
-    outputs = 2 if output == CODES else 8
-    operands = [f"${outputs + i}" for i in range(16 + _OPERANDS)]
-    z, (amax, sixth, encode, divisor, width, offset, tile, matrix) = operands[:16], operands[16:]
-    if group == 16:
-        lines = ptx.amax([f"z{i}" for i in range(16)], "a")
+    run = RUN[output]
+    outputs = 2 if output == CODES else run // 2
+    operands = [f"${outputs + i}" for i in range(run + _OPERANDS)]
+    z, (amax, sixth, encode, divisor, width, offset, tile, matrix) = operands[:run], operands[run:]
+    if run == group:
+        lines = ptx.amax([f"z{i}" for i in range(run)], "a")
         if repair:
-            lines += ptx.repair(repair, half, offset, tile, matrix)
-        if not plain:
-            lines.append(f"mul.rn.f32 a, a, {amax};")
-        lines += ptx.nvfp4_scale(sixth, encode, divisor, width)
+            lines += ptx.repair(repair, half, run, offset, tile, matrix)
     else:
-        lines = [f"mov.f32 a, {amax};", *ptx.mxfp4_scale(rule, sixth)]
+        lines = [f"mov.f32 a, {amax};"]
+    if group == 16:
+        lines += ptx.nvfp4_scale(run, sixth, encode, divisor, width)
+    else:
+        lines += ptx.mxfp4_scale(run, rule, sixth)
     saturate = group == 32 and rule == "floor"
     if output == CODES:
         lines += [*ptx.codes("$0", saturate), "mov.b32 $1, byte;"]
-        return ptx.block(lines, z), "=l,=r," + _INPUTS
-    lines += ptx.values([f"w{i}" for i in range(8)], half, saturate)
-    lines += [f"mov.b32 ${i}, w{i};" for i in range(8)]
-    return ptx.block(lines, z), "=r," * 8 + _INPUTS
+        return ptx.block(lines, z), "=l,=r," + _inputs(run)
+    lines += ptx.values([f"w{i}" for i in range(outputs)], half, saturate)
+    lines += [f"mov.b32 ${i}, w{i};" for i in range(outputs)]
+    return ptx.block(lines, z), "=r," * outputs + _inputs(run)
 
 
-_INPUTS = "f," * 20 + "r,r,l,l"
+def _inputs(run: int) -> str:
+    return "f," * (run + 4) + "r,r,l,l"
 
 
 def store_layout(block: int, width: int, size: int, num_warps: int) -> gl.DistributedLinearLayout:
-    """How (block, width / 16, size) lies in threads, the last dimension first: what 16-byte stores need to know."""
-    last = [[0, 0, 1 << i] for i in range(size.bit_length() - 1)]
-    registers = [*last, *([[0, 1, 0]] if width == 128 else []), [8, 0, 0]]
-    registers += [[16 * num_warps << i, 0, 0] for i in range((block // (16 * num_warps)).bit_length() - 1)]
-    group = width // 64
-    lanes = [[0, group, 0], [0, 2 * group, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]]
+    """How (block, width / 8, size) lies in threads, the last dimension first: what 16-byte stores need to know."""
+    registers = [[0, 0, 1 << i] for i in range(size.bit_length() - 1)]
+    registers += [[0, 4 << i, 0] for i in range(width // 64)]
+    registers += [
+        [8, 0, 0],
+        *[[16 * num_warps << i, 0, 0] for i in range((block // (16 * num_warps)).bit_length() - 1)],
+    ]
+    lanes = [[0, 1, 0], [0, 2, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]]
     warps = [[16 << i, 0, 0] for i in range(num_warps.bit_length() - 1)]
-    return gl.DistributedLinearLayout(registers, lanes, warps, [], [block, width // 16, size])
+    return gl.DistributedLinearLayout(registers, lanes, warps, [], [block, width // 8, size])
 
 
 @gluon.jit
@@ -96,11 +111,9 @@ def _split4(x):
 
 
 @gluon.jit
-def _join8(a0, a1, a2, a3, a4, a5, a6, a7):
-    low = gl.join(gl.join(a0, a1), gl.join(a2, a3))
-    high = gl.join(gl.join(a4, a5), gl.join(a6, a7))
-    joined = gl.join(low, high).permute((0, 1, 4, 3, 2))
-    return joined.reshape([joined.shape[0], joined.shape[1], 8])
+def _join4(a0, a1, a2, a3):
+    joined = gl.join(gl.join(a0, a1), gl.join(a2, a3)).permute((0, 1, 3, 2))
+    return joined.reshape([joined.shape[0], joined.shape[1], 4])
 
 
 @triton.jit
@@ -109,10 +122,14 @@ def _greatest(a, b):
 
 
 @gluon.jit
-def _blocked_address(unit, group, units_per_row, GROUPS: gl.constexpr):
-    """Where the scale of a group of a unit lies in the 128x4 layout, units_per_row * GROUPS columns wide."""
-    row = unit // units_per_row
-    col = (unit % units_per_row) * GROUPS + group
+def _blocked_address(unit, group, units_per_row, reciprocal, GROUPS: gl.constexpr):
+    """Where the scale of a group of a unit lies in the 128x4 layout, units_per_row * GROUPS columns wide.
+
+    reciprocal: (2^32 - 1) / units_per_row, rounded down; the quotient that it gives is one too low at most.
+    """
+    row = gl.umulhi(unit.to(gl.uint32), reciprocal.to(gl.uint32)).to(gl.int32)
+    row = gl.where(unit - row * units_per_row >= units_per_row, row + 1, row)
+    col = (unit - row * units_per_row) * GROUPS + group
     across = units_per_row * GROUPS // 4
     return (row // 128 * across + col // 4) * 512 + row % 32 * 16 + row % 128 // 32 * 4 + col % 4
 
@@ -127,8 +144,19 @@ def _store(ptr, x, units, L: gl.constexpr, BLOCK: gl.constexpr, GROUPS: gl.const
     gl.store(ptr + (row * (GROUPS * SIZE) + group * SIZE + i), x, mask=row < units)
 
 
+@gluon.jit
+def _spread(amax, BLOCK: gl.constexpr, GROUPS: gl.constexpr, RUNS: gl.constexpr):
+    """The amax of runs (BLOCK, GROUPS * RUNS) -> the greatest of each group of RUNS, for each of them."""
+    runs = amax.reshape([BLOCK, GROUPS, RUNS])
+    greatest = gl.reduce(runs, 2, _greatest)
+    greatest = gl.convert_layout(greatest, gl.SliceLayout(2, runs.type.layout), assert_trivial=True)
+    both, _ = gl.broadcast(greatest.expand_dims(2), runs)
+    return gl.convert_layout(both.reshape([BLOCK, GROUPS * RUNS]), amax.type.layout, assert_trivial=True)
+
+
 _SEVENTEEN_FLOATS = gl.constexpr((gl.float32,) * 17)
-_EIGHT_WORDS = gl.constexpr((gl.int32,) * 8)
+_NINE_FLOATS = gl.constexpr((gl.float32,) * 9)
+_FOUR_WORDS = gl.constexpr((gl.int32,) * 4)
 
 
 @gluon.jit
@@ -144,6 +172,7 @@ def rotate_quantize_hopper(
     units,
     padded_units,
     units_per_row,
+    reciprocal,
     factor,
     scale_factor,
     WIDTH: gl.constexpr,
@@ -165,7 +194,7 @@ def rotate_quantize_hopper(
     """One launch over `units` units of WIDTH values. See hopper_launch in backends/gpu_triton.py for the arguments.
 
     padded_units: with blocked scales, the units of all rows up to a multiple of 128, whose scales are written as zero.
-    factor: what the accumulator lacks. scale_factor: what the amax is multiplied by: 1/6 and a power of two.
+    reciprocal: see _blocked_address. factor: what the accumulator lacks. scale_factor: what an amax is multiplied by.
     """
     pid = gl.program_id(0)
     programs = gl.num_programs(0)
@@ -190,7 +219,9 @@ def rotate_quantize_hopper(
     for i in gl.static_range(STAGES):
         tile = pid + i * programs
         mbarrier.expect(arrived.index(i), BYTES, pred=tile < tiles)
-        tma.async_copy_global_to_shared(x_desc, [tile * BLOCK, 0], arrived.index(i), x_tiles.index(i), pred=tile < tiles)
+        tma.async_copy_global_to_shared(
+            x_desc, [tile * BLOCK, 0], arrived.index(i), x_tiles.index(i), pred=tile < tiles
+        )
 
     PIECE_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([WIDTH, WIDTH], dtype)
     pieces = gl.allocate_shared_memory(dtype, [PIECES, WIDTH, WIDTH], PIECE_LAYOUT)
@@ -232,70 +263,89 @@ def rotate_quantize_hopper(
             stage = 0
             phase ^= 1
 
-        # value i of each group of 16: 16 tensors (BLOCK, WIDTH / 16), in place
-        z = acc.reshape([BLOCK, WIDTH // 8, 4, 2]).permute((0, 2, 1, 3)).reshape([BLOCK, WIDTH // 16, 2, 2, 2, 2])
-        c0, c1, c2, c3 = _split4(z)
-        z0, z4, z8, z12 = _split4(c0)
-        z1, z5, z9, z13 = _split4(c1)
-        z2, z6, z10, z14 = _split4(c2)
-        z3, z7, z11, z15 = _split4(c3)
+        RUN: gl.constexpr = 16 if OUTPUT == 0 else 8
+        if OUTPUT == 0:
+            z = acc.reshape([BLOCK, WIDTH // 8, 4, 2]).permute((0, 2, 1, 3))
+        else:
+            z = acc.reshape([BLOCK, WIDTH // 32, 4, 4, 2]).permute((0, 1, 3, 2, 4))
+        # value i of each run: 16 or 8 tensors (BLOCK, WIDTH / RUN), where they are
+        if OUTPUT == 0:
+            c0, c1, c2, c3 = _split4(z.reshape([BLOCK, WIDTH // 16, 2, 2, 2, 2]))
+            z0, z4, z8, z12 = _split4(c0)
+            z1, z5, z9, z13 = _split4(c1)
+            z2, z6, z10, z14 = _split4(c2)
+            z3, z7, z11, z15 = _split4(c3)
+        else:
+            even, odd = z.reshape([BLOCK, WIDTH // 8, 2, 2, 2]).split()
+            z0, z2, z4, z6 = _split4(even)
+            z1, z3, z5, z7 = _split4(odd)
         L: gl.constexpr = z0.type.layout
         row = gl.arange(0, BLOCK, gl.SliceLayout(1, L))[:, None]
-        group = gl.arange(0, WIDTH // 16, gl.SliceLayout(0, L))[None, :]
-        offset = row * (WIDTH // 16) + group
+        run = gl.arange(0, WIDTH // RUN, gl.SliceLayout(0, L))[None, :]
+        offset = row * (WIDTH // RUN) + run
         inside = row < units - tile * BLOCK
-        first = tile.to(gl.int64) * (BLOCK * (WIDTH // 16))
+        first = tile.to(gl.int64) * (BLOCK * WIDTH)
         x_tile = gl.to_tensor(0).to(gl.int64)
         matrix = gl.to_tensor(0).to(gl.int64)
         if REPAIR:
-            x_tile = (x_ptr + first * 16).to(gl.int64)
+            x_tile = (x_ptr + first).to(gl.int64)
             matrix = matrix_ptr.to(gl.int64)
         amax = factor
-        if AMAX_ASM != "":
-            amax, z0, z1, z2, z3, z4, z5, z6, z7, z8, z9, z10, z11, z12, z13, z14, z15 = gl.inline_asm_elementwise(
-                AMAX_ASM,
-                AMAX_CONSTRAINTS,
+        rest = [factor, scale_factor, encode, divisor, width, offset, x_tile, matrix]
+        if OUTPUT == 0:
+            if AMAX_ASM != "":
+                amax, z0, z1, z2, z3, z4, z5, z6, z7, z8, z9, z10, z11, z12, z13, z14, z15 = gl.inline_asm_elementwise(
+                    AMAX_ASM,
+                    AMAX_CONSTRAINTS,
+                    [z0, z1, z2, z3, z4, z5, z6, z7, z8, z9, z10, z11, z12, z13, z14, z15] + rest,  # noqa: RUF005
+                    dtype=_SEVENTEEN_FLOATS,
+                    is_pure=True,
+                    pack=1,
+                )
+                amax = _spread(amax, BLOCK, WIDTH // GROUP, GROUP // 16)
+            word, byte = gl.inline_asm_elementwise(
+                QUANTIZE_ASM,
+                QUANTIZE_CONSTRAINTS,
                 [z0, z1, z2, z3, z4, z5, z6, z7, z8, z9, z10, z11, z12, z13, z14, z15]
-                + [scale_factor, scale_factor, encode, divisor, width, offset, x_tile, matrix],
-                dtype=_SEVENTEEN_FLOATS,
+                + [amax, scale_factor, encode, divisor, width, offset, x_tile, matrix],
+                dtype=(gl.int64, gl.int32),
                 is_pure=True,
                 pack=1,
             )
-            if GROUP == 32:
-                pairs = amax.reshape([BLOCK, WIDTH // 32, 2])
-                greatest = gl.reduce(pairs, 2, _greatest)
-                spread = gl.convert_layout(greatest, gl.SliceLayout(2, pairs.type.layout), assert_trivial=True)
-                both, _ = gl.broadcast(spread.expand_dims(2), pairs)
-                amax = gl.convert_layout(both.reshape([BLOCK, WIDTH // 16]), L, assert_trivial=True)
-        operands = [z0, z1, z2, z3, z4, z5, z6, z7, z8, z9, z10, z11, z12, z13, z14, z15]
-        operands = operands + [amax, scale_factor, encode, divisor, width, offset, x_tile, matrix]
-        if OUTPUT == 0:
-            word, byte = gl.inline_asm_elementwise(
-                QUANTIZE_ASM, QUANTIZE_CONSTRAINTS, operands, dtype=(gl.int64, gl.int32), is_pure=True, pack=1
-            )
-            gl.store(out_ptr + first + offset, word, mask=inside)
-            if GROUP == 32:
-                writes = group % 2 == 0
-                at = row * (WIDTH // 32) + group // 2
-                base = tile.to(gl.int64) * (BLOCK * (WIDTH // 32))
-            else:
-                writes = group >= 0
-                at = offset
-                base = first
+            gl.store(out_ptr + first // 16 + offset, word, mask=inside)
+            writes = run % (GROUP // 16) == 0
+            group = run // (GROUP // 16)
             if BLOCKED:
-                at = _blocked_address(tile * BLOCK + row, group * 16 // GROUP, units_per_row, WIDTH // GROUP)
+                at = _blocked_address(tile * BLOCK + row, group, units_per_row, reciprocal, WIDTH // GROUP)
                 gl.store(scale_ptr + at, byte.to(gl.uint8), mask=writes & (row < padded_units - tile * BLOCK))
             else:
-                gl.store(scale_ptr + base + at, byte.to(gl.uint8), mask=writes & inside)
-        elif OUTPUT == 1:
-            w0, w1, w2, w3, w4, w5, w6, w7 = gl.inline_asm_elementwise(
-                QUANTIZE_ASM, QUANTIZE_CONSTRAINTS, operands, dtype=_EIGHT_WORDS, is_pure=True, pack=1
-            )
-            words = _join8(w0, w1, w2, w3, w4, w5, w6, w7)
-            _store(out_ptr + first * 8, words, units - tile * BLOCK, STORE_LAYOUT, BLOCK, WIDTH // 16, 8)
+                at = row * (WIDTH // GROUP) + group
+                gl.store(scale_ptr + first // GROUP + at, byte.to(gl.uint8), mask=writes & inside)
         else:
-            out: gl.constexpr = out_ptr.dtype.element_ty
-            low = _join8(z0, z2, z4, z6, z8, z10, z12, z14)
-            high = _join8(z1, z3, z5, z7, z9, z11, z13, z15)
-            turned = (gl.join(low, high).reshape([BLOCK, WIDTH // 16, 16]) * factor).to(out)
-            _store(out_ptr + first * 16, turned, units - tile * BLOCK, STORE_LAYOUT, BLOCK, WIDTH // 16, 16)
+            if AMAX_ASM != "":
+                amax, z0, z1, z2, z3, z4, z5, z6, z7 = gl.inline_asm_elementwise(
+                    AMAX_ASM,
+                    AMAX_CONSTRAINTS,
+                    [z0, z1, z2, z3, z4, z5, z6, z7] + rest,  # noqa: RUF005
+                    dtype=_NINE_FLOATS,
+                    is_pure=True,
+                    pack=1,
+                )
+            if OUTPUT == 1:
+                amax = _spread(amax, BLOCK, WIDTH // GROUP, GROUP // 8)
+                w0, w1, w2, w3 = gl.inline_asm_elementwise(
+                    QUANTIZE_ASM,
+                    QUANTIZE_CONSTRAINTS,
+                    [z0, z1, z2, z3, z4, z5, z6, z7]
+                    + [amax, scale_factor, encode, divisor, width, offset, x_tile, matrix],
+                    dtype=_FOUR_WORDS,
+                    is_pure=True,
+                    pack=1,
+                )
+                words = _join4(w0, w1, w2, w3)
+                _store(out_ptr + first // 2, words, units - tile * BLOCK, STORE_LAYOUT, BLOCK, WIDTH // 8, 4)
+            else:
+                out: gl.constexpr = out_ptr.dtype.element_ty
+                halves = gl.join(_join4(z0, z2, z4, z6), _join4(z1, z3, z5, z7))
+                turned = (halves.reshape([BLOCK, WIDTH // 8, 8]) * factor).to(out)
+                _store(out_ptr + first, turned, units - tile * BLOCK, STORE_LAYOUT, BLOCK, WIDTH // 8, 8)
