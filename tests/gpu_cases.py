@@ -114,6 +114,15 @@ def assert_exact(x: torch.Tensor, turn: Turn = NO_TURN, what: str = "", **how: o
     assert_equal_arrays(*codes, f"{what} codes")
 
 
+def blocked(scale: np.ndarray) -> np.ndarray:
+    """by_hand.blocked for large matrices: the address of every scale at once, zeros elsewhere."""
+    rows, cols = scale.shape
+    out = np.zeros(-(-rows // 128) * 128 * -(-cols // 4) * 4, dtype=np.uint8)
+    r, c = np.indices(scale.shape)
+    out[by_hand.blocked_offset(r, c, cols)] = scale
+    return out
+
+
 def assert_equal_values(got: torch.Tensor, want: np.ndarray, what: str) -> None:
     """Equal numbers, NaN where NaN is wanted; 0 and -0 are one number."""
     value = got.double().numpy()

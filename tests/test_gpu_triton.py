@@ -347,11 +347,12 @@ def test_zeros_and_scales_that_underflow(name: str, dtype) -> None:
 @pytest.mark.interpreter
 @pytest.mark.parametrize("size", [16, 64])
 def test_sums_that_cancel_to_zero_have_code_zero(size: int) -> None:
-    """Everything but the first column of a Hadamard cancels, and a zero sum is +0 whatever its terms."""
+    """Everything but the first column of a Hadamard cancels, and a zero sum is +0 whatever its terms and factor."""
     matrix = matrix_of("hadamard", size)[0]
-    for sign in (1.0, -1.0):
+    for sign, factor in ((1.0, 0.25), (-1.0, 0.25), (1.0, -0.25)):
         for dtype in DTYPES:
-            assert_exact(torch.full((3, 64), sign).to(dtype), (matrix, 0.25, False), **manner("nvfp4", encode=1.0))
+            x = torch.full((3, 64), sign).to(dtype)
+            assert_exact(x, (matrix, factor, False), **manner("nvfp4", encode=1.0), what=f"{sign} {factor} {dtype}")
 
 
 @grid(small=lambda size, dtype: size == 16, size=[16, 32, 64, 128], dtype=[torch.bfloat16, torch.float32])

@@ -22,6 +22,7 @@ from gpu_cases import (
     USUAL,
     assert_equal_values,
     assert_exact,
+    blocked,
     grid,
     here,
     integers,
@@ -80,7 +81,7 @@ def assert_forms_agree(x: torch.Tensor, turn, how: dict) -> None:
     assert_same_bits(moved[2], tensor_scale, "tensor scales beside blocked scales")
     assert moved[1].dtype == scale.dtype
     assert tuple(moved[1].shape) == BLOCKED_128x4.shape(x.shape[0], scale.shape[1])
-    assert_equal_arrays(by_hand.numpy(moved[1]).ravel(), by_hand.blocked(by_hand.numpy(scale)), "padded buffer")
+    assert_equal_arrays(by_hand.numpy(moved[1]).ravel(), blocked(by_hand.numpy(scale)), "padded buffer")
     want = by_hand.values(codes.numpy(), by_hand.numpy(scale), name)
     for out in DTYPES:
         if out == torch.float16 and name == "mxfp4":
@@ -309,7 +310,7 @@ def test_opcheck(op: str) -> None:
     x = torch.randn(5, 64, device=DEVICE, dtype=torch.bfloat16)
     torch.library.opcheck(getattr(torch.ops.quarterturn, op).default, calls(x)[op])
     if op == "rotate_quantize":
-        blocked = (x, None, 1.0, False, "mxfp4", None, "checkpoint", "ceil", "blocked", BACKEND)
+        moved = (x, None, 1.0, False, "mxfp4", None, "checkpoint", "ceil", "blocked", BACKEND)
         token = (x, None, 1.0, False, "nvfp4", None, "token", "even", "linear", BACKEND)
-        torch.library.opcheck(torch.ops.quarterturn.rotate_quantize.default, blocked)
+        torch.library.opcheck(torch.ops.quarterturn.rotate_quantize.default, moved)
         torch.library.opcheck(torch.ops.quarterturn.rotate_quantize.default, token)
