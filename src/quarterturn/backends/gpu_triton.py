@@ -15,9 +15,10 @@ from __future__ import annotations
 import ctypes
 import math
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -259,7 +260,7 @@ def _launch(
     blocked: bool = False,
 ) -> None:
     """One kernel over x (M, K), M and K not 0, that fills what is given."""
-    with torch.cuda.device(x.device) if x.is_cuda else _Nowhere():
+    with _Nowhere() if x.device.index == _current_device(x) else torch.cuda.device(x.device):
         if not hopper_takes(x, blocks, quantizer, out):
             return _launch_portable(x, blocks, quantizer, output, out, scale, tensor_scale, blocked)
         # Rows that lie apart are brought together, so that strides change no bit.
@@ -273,6 +274,10 @@ def _launch(
             scale.copy_(BLOCKED_128x4.forward(rows_major))
         else:
             _launch_hopper(x, blocks, quantizer, output, out, scale, tensor_scale, blocked)
+
+
+def _current_device(x: Tensor) -> int | None:
+    return torch.cuda.current_device() if x.is_cuda else None
 
 
 class _Nowhere:
@@ -360,38 +365,88 @@ def _launch_hopper(
     tensor_scale: Tensor | None,
     blocked: bool,
 ) -> None:
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-    from ..kernels.rotate_quantize_hopper import rotate_quantize_hopper as kernel
-
     assert blocks is not None
     pieces = _pieces(blocks, x.dtype)
     group = 16 if quantizer is None else quantizer.format.group_size
     rule = "even" if quantizer is None else quantizer.rule
     operand, factor = pieces.hopper[output], pieces.factor
-    count, width = operand.shape[:2]
-    shape = tiling(width, count, output)
-    constants = _hopper_constants(
-        width, count, pieces.size, output, blocked, group, rule, x.dtype == torch.float16, shape
+    width = operand.shape[2]
+    shape = tiling(width, operand.shape[0], output)
+    launcher = hopper_launcher(
+        x.device, width, operand.shape[0], pieces.size, output, blocked, group, rule, x.dtype == torch.float16, shape
     )
-    units = x.numel() // width
-    per_row = max(1, x.shape[1] // width)
+    units, per_row = x.numel() // width, max(1, x.shape[1] // width)
     padded = -(-x.shape[0] // 128) * 128 * per_row if blocked else units
+    tiles = max(-(-units // shape.block), -(-(padded - units) // (32 * shape.num_warps)))
     encode = _encode(quantizer, x.device)
-    word = {CODES: torch.int64, VALUES: torch.int32, ROTATED: x.dtype}[output]
-    descriptor = TensorDescriptor(
-        x.view(units, width), [units, width], [width, 1], [shape.block, width], constants["X_LAYOUT"]
-    )
-    compiled = kernel[(min(-(-padded // shape.block), _multiprocessors(x.device) * shape.programs),)](
-        descriptor, x, operand, pieces.matrix, out.view(word),
+    reciprocal = (2**32 - 1) // per_row
+    launcher(
+        min(tiles, _multiprocessors(x.device) * shape.programs),
+        x, operand, pieces.matrix, out,
         encode if scale is None else scale, encode if tensor_scale is None else tensor_scale, encode,
-        units, padded, per_row, (2**32 - 1) // per_row, factor, factor if group == MXFP4.group_size else INV6 * factor, **constants,
+        units, padded, per_row, reciprocal - 2**32 if reciprocal >= 2**31 else reciprocal,
+        factor, 2 / factor if factor else 0.0, factor if group == MXFP4.group_size else INV6 * factor,
     )  # fmt: skip
-    _prefer_shared_memory(compiled.function)
+
+
+class _Described(NamedTuple):
+    """What Triton's launcher asks of a tensor descriptor, without the checks that making one repeats at every call."""
+
+    base: Tensor
+    shape: list[int]
+    strides: list[int]
+    padding: str = "zero"
 
 
 @lru_cache(maxsize=512)
-def _hopper_constants(
+def hopper_launcher(
+    device: torch.device,
+    width: int,
+    pieces: int,
+    size: int,
+    output: int,
+    blocked: bool,
+    group: int,
+    rule: str,
+    half: bool,
+    shape: Tiling,
+) -> Callable[..., None]:
+    """The kernel of a configuration, compiled at the first call and launched with little Python after that."""
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+    from triton.runtime import driver
+
+    from ..kernels.rotate_quantize_hopper import rotate_quantize_hopper as kernel
+
+    constants = hopper_constants(width, pieces, size, output, blocked, group, rule, half, shape)
+    layout, num_warps = constants["X_LAYOUT"], constants["num_warps"]
+    dtype = torch.float16 if half else torch.bfloat16
+    word = {CODES: torch.int64, VALUES: torch.int32, ROTATED: dtype}[output]
+    # Any memory will do to compile for: 16-byte aligned, as what the op allocates is and x was asked to be.
+    like = torch.empty(pieces * width, width, dtype=dtype, device=device)
+    fp32, byte = like.view(-1)[: 2 * 64].view(torch.float32), like.view(torch.uint8)
+    compiled = kernel.warmup(
+        TensorDescriptor(like, [width, width], [width, 1], [shape.block, width], layout),
+        TensorDescriptor(like, [pieces * width, width], [width, 1], [width, width], layout),
+        like, fp32, like.view(word), byte, fp32, fp32, 2, 2, 2, 2, 1.5, 1.5, 1.5, **constants, grid=(1,),
+    )  # fmt: skip
+    compiled._init_handles()
+    _prefer_shared_memory(compiled.function)
+    index, run, function, metadata = device.index, compiled.run, compiled.function, compiled.packed_metadata
+    constexprs = [constants[name] for name in kernel.arg_names if name in constants]
+    stream_of, strides = driver.active.get_current_stream, [width, 1]
+
+    def launch(programs: int, x: Tensor, operand: Tensor, matrix: Tensor, out: Tensor, *rest: Any) -> None:
+        rows = x.numel() // width
+        run(
+            programs, 1, 1, stream_of(index), function, metadata, None, None, None,
+            _Described(x, [rows, width], strides), _Described(operand, [pieces * width, width], strides),
+            x, matrix, out, *rest, *constexprs,
+        )  # fmt: skip
+
+    return launch
+
+
+def hopper_constants(
     width: int,
     pieces: int,
     size: int,

@@ -40,9 +40,14 @@ _OPERANDS = 8
 
 def column_order(width: int, output: int) -> list[int]:
     """The value of a unit that column n of the product is, so that a thread's accumulators are runs of neighbours."""
-    if RUN[output] == 16:
-        return [width // 4 * (n // 2 % 4) + n // 8 * 2 + n % 2 for n in range(width)]
-    return [n // 32 * 32 + n // 2 % 4 * 8 + n // 8 % 4 * 2 + n % 2 for n in range(width)]
+    order = []
+    for n in range(width):
+        lane, pair, low = n // 2 % 4, n // 8 % 8, n % 2
+        if RUN[output] == 16:
+            order.append(n // 64 * 64 + lane * 16 + pair * 2 + low)
+        else:
+            order.append(n // 32 * 32 + lane * 8 + pair % 4 * 2 + low)
+    return order
 
 
 def amax_asm(output: int, repair: int, half: bool) -> tuple[str, str]:
@@ -91,14 +96,13 @@ def _inputs(run: int) -> str:
 
 def store_layout(block: int, width: int, size: int, num_warps: int) -> gl.DistributedLinearLayout:
     """How (block, width / 8, size) lies in threads, the last dimension first: what 16-byte stores need to know."""
+    across = 1 if num_warps == 4 else width // 64
+    down = num_warps // across
     registers = [[0, 0, 1 << i] for i in range(size.bit_length() - 1)]
-    registers += [[0, 4 << i, 0] for i in range(width // 64)]
-    registers += [
-        [8, 0, 0],
-        *[[16 * num_warps << i, 0, 0] for i in range((block // (16 * num_warps)).bit_length() - 1)],
-    ]
+    registers += [[0, 4, 0], *([[0, 8, 0]] if width // 64 > across else []), [8, 0, 0]]
+    registers += [[16 * down << i, 0, 0] for i in range((block // (16 * down)).bit_length() - 1)]
     lanes = [[0, 1, 0], [0, 2, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]]
-    warps = [[16 << i, 0, 0] for i in range(num_warps.bit_length() - 1)]
+    warps = [[16 << i, 0, 0] for i in range(down.bit_length() - 1)] + ([[0, 8, 0]] if across == 2 else [])
     return gl.DistributedLinearLayout(registers, lanes, warps, [], [block, width // 8, size])
 
 
@@ -159,11 +163,22 @@ _NINE_FLOATS = gl.constexpr((gl.float32,) * 9)
 _FOUR_WORDS = gl.constexpr((gl.int32,) * 4)
 
 
-@gluon.jit
+@gluon.jit(
+    do_not_specialize=[
+        "units",
+        "padded_units",
+        "units_per_row",
+        "reciprocal",
+        "factor",
+        "twice_inverse",
+        "scale_factor",
+    ],
+    do_not_specialize_on_alignment=["encode_ptr"],
+)
 def rotate_quantize_hopper(
     x_desc,
+    pieces_desc,
     x_ptr,
-    pieces_ptr,
     matrix_ptr,
     out_ptr,
     scale_ptr,
@@ -174,6 +189,7 @@ def rotate_quantize_hopper(
     units_per_row,
     reciprocal,
     factor,
+    twice_inverse,
     scale_factor,
     WIDTH: gl.constexpr,
     PIECES: gl.constexpr,
@@ -191,58 +207,51 @@ def rotate_quantize_hopper(
     X_LAYOUT: gl.constexpr,
     num_warps: gl.constexpr,
 ):
-    """One launch over `units` units of WIDTH values. See hopper_launch in backends/gpu_triton.py for the arguments.
+    """One launch over `units` units of WIDTH values. x_desc and x_ptr are the same memory.
 
     padded_units: with blocked scales, the units of all rows up to a multiple of 128, whose scales are written as zero.
-    reciprocal: see _blocked_address. factor: what the accumulator lacks. scale_factor: what an amax is multiplied by.
+    reciprocal: see _blocked_address. factor: what the accumulator
+    lacks. twice_inverse: 2 / factor. scale_factor: what an amax is multiplied by.
     """
     pid = gl.program_id(0)
     programs = gl.num_programs(0)
-    tiles = (padded_units + BLOCK - 1) // BLOCK
+    tiles = (units + BLOCK - 1) // BLOCK
     dtype: gl.constexpr = x_desc.dtype
     BYTES: gl.constexpr = BLOCK * WIDTH * 2
 
-    # What comes from memory is asked for first, so that its latencies overlap.
-    encode = gl.load(encode_ptr)
-    ML: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [num_warps, 1], [1, 0])
-    rows = gl.arange(0, WIDTH, gl.SliceLayout(1, ML))
-    cols = gl.arange(0, WIDTH, gl.SliceLayout(0, ML))
-    offsets = rows[:, None] * WIDTH + cols[None, :]
-    first_piece = gl.load(pieces_ptr + offsets)
-
+    encode = gl.load(encode_ptr)  # asked for first, so that its latency overlaps with all that follows
     x_tiles = gl.allocate_shared_memory(dtype, [STAGES, BLOCK, WIDTH], x_desc.layout)
-    arrived = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
+    pieces = gl.allocate_shared_memory(dtype, [PIECES, WIDTH, WIDTH], pieces_desc.layout)
+    arrived = gl.allocate_shared_memory(gl.int64, [STAGES + 1, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES + 1):
         mbarrier.init(arrived.index(i), count=1)
     fence_async_shared()
     gl.thread_barrier()
+    mbarrier.expect(arrived.index(STAGES), PIECES * WIDTH * WIDTH * 2)
+    for i in gl.static_range(PIECES):
+        tma.async_copy_global_to_shared(pieces_desc, [i * WIDTH, 0], arrived.index(STAGES), pieces.index(i))
     for i in gl.static_range(STAGES):
         tile = pid + i * programs
         mbarrier.expect(arrived.index(i), BYTES, pred=tile < tiles)
         tma.async_copy_global_to_shared(
             x_desc, [tile * BLOCK, 0], arrived.index(i), x_tiles.index(i), pred=tile < tiles
         )
-
-    PIECE_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([WIDTH, WIDTH], dtype)
-    pieces = gl.allocate_shared_memory(dtype, [PIECES, WIDTH, WIDTH], PIECE_LAYOUT)
-    pieces.index(0).store(first_piece)
-    for i in gl.static_range(1, PIECES):
-        pieces.index(i).store(gl.load(pieces_ptr + i * WIDTH * WIDTH + offsets))
     tensor_scale = gl.inline_asm_elementwise(
         "rcp.rn.f32 $0, $1;", "=f,f", [encode], dtype=gl.float32, is_pure=True, pack=1
     )
     if OUTPUT < 2:
         if pid == 0:
             gl.store(tensor_scale_ptr, tensor_scale)
-    divisor = tensor_scale * 2.0 / factor
+    divisor = tensor_scale * twice_inverse
     width = gl.to_tensor(0)
     if divisor > 1e-30:
         if divisor < 1e30:
             width = gl.to_tensor(0x76)
-    fence_async_shared()
-    gl.thread_barrier()
+    mbarrier.wait(arrived.index(STAGES), 0)
 
-    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, WIDTH, 16])
+    # Eight warps share a unit of 128 values, four hold each its own rows of units.
+    ACROSS: gl.constexpr = 1 if num_warps == 4 else WIDTH // 64
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps // ACROSS, ACROSS], [16, WIDTH // ACROSS, 16])
     stage = 0
     phase = 0
     for tile in range(pid, tiles, programs):
@@ -265,7 +274,7 @@ def rotate_quantize_hopper(
 
         RUN: gl.constexpr = 16 if OUTPUT == 0 else 8
         if OUTPUT == 0:
-            z = acc.reshape([BLOCK, WIDTH // 8, 4, 2]).permute((0, 2, 1, 3))
+            z = acc.reshape([BLOCK, WIDTH // 64, 8, 4, 2]).permute((0, 1, 3, 2, 4))
         else:
             z = acc.reshape([BLOCK, WIDTH // 32, 4, 4, 2]).permute((0, 1, 3, 2, 4))
         # value i of each run: 16 or 8 tensors (BLOCK, WIDTH / RUN), where they are
@@ -317,7 +326,7 @@ def rotate_quantize_hopper(
             group = run // (GROUP // 16)
             if BLOCKED:
                 at = _blocked_address(tile * BLOCK + row, group, units_per_row, reciprocal, WIDTH // GROUP)
-                gl.store(scale_ptr + at, byte.to(gl.uint8), mask=writes & (row < padded_units - tile * BLOCK))
+                gl.store(scale_ptr + at, byte.to(gl.uint8), mask=writes & inside)
             else:
                 at = row * (WIDTH // GROUP) + group
                 gl.store(scale_ptr + first // GROUP + at, byte.to(gl.uint8), mask=writes & inside)
@@ -349,3 +358,18 @@ def rotate_quantize_hopper(
                 halves = gl.join(_join4(z0, z2, z4, z6), _join4(z1, z3, z5, z7))
                 turned = (halves.reshape([BLOCK, WIDTH // 8, 8]) * factor).to(out)
                 _store(out_ptr + first, turned, units - tile * BLOCK, STORE_LAYOUT, BLOCK, WIDTH // 8, 8)
+    if BLOCKED:
+        # The padding: scales of zero for the rows behind the last.
+        PL: gl.constexpr = gl.BlockedLayout([1], [32], [num_warps], [0])
+        BYTES_A_STORE: gl.constexpr = 4 if WIDTH // GROUP >= 4 else 1
+        for start in range(units + pid * (32 * num_warps), padded_units, programs * (32 * num_warps)):
+            unit = start + gl.arange(0, 32 * num_warps, PL)
+            for group in gl.static_range(0, WIDTH // GROUP, BYTES_A_STORE):
+                at = _blocked_address(unit, group, units_per_row, reciprocal, WIDTH // GROUP)
+                zero = gl.full_like(unit, 0)
+                if BYTES_A_STORE == 4:
+                    gl.store(
+                        (scale_ptr + at).to(gl.pointer_type(gl.int32), bitcast=True), zero, mask=unit < padded_units
+                    )
+                else:
+                    gl.store(scale_ptr + at, zero.to(gl.uint8), mask=unit < padded_units)
