@@ -7,7 +7,7 @@
 
 Hopper GPUs take the kernel of rotate_quantize_hopper.py for bf16 and fp16 input that lies contiguous in memory, all else
 takes the portable one of rotate_quantize.py, with the same bits: both multiply exact pieces of the matrix and sum in fp32.
-A matrix is read once on the host, at its first use, which must not be while a CUDA graph is being captured.
+A matrix is looked at once, at its first use, and the form that the kernels multiply is kept on it.
 """
 
 from __future__ import annotations
@@ -201,7 +201,11 @@ class Pieces:
 
 
 def _pieces(blocks: Blocks, dtype: torch.dtype) -> Pieces:
-    """The kernels' form of a block, kept on the matrix it was made of, and made again when that is written to."""
+    """The kernels' form of a block, kept on the matrix it was made of, and made again when that is written to.
+
+    While a CUDA graph is being captured nothing can be looked at: the form is then made on the GPU, as part of the
+    graph, of as many pieces as any matrix may need. A matrix that was met before costs nothing there.
+    """
     matrix = blocks.matrix
     version = 0 if matrix.is_inference() else matrix._version
     kept = getattr(matrix, "_gpu_triton", None)
@@ -211,42 +215,48 @@ def _pieces(blocks: Blocks, dtype: torch.dtype) -> Pieces:
     made: dict[tuple[float, bool, torch.dtype], Pieces] = kept[1]
     key = (blocks.factor, blocks.transpose, dtype)
     if key not in made:
+        if matrix.is_cuda and torch.cuda.is_current_stream_capturing():
+            return make_pieces(blocks, dtype, look=False)
         made[key] = make_pieces(blocks, dtype)
     return made[key]
 
 
-def make_pieces(blocks: Blocks, dtype: torch.dtype) -> Pieces:
+def make_pieces(blocks: Blocks, dtype: torch.dtype, look: bool = True) -> Pieces:
     """Split a matrix into pieces of dtype: one for +-1, else as many as bring it to fp32, three of bf16 or two of fp16.
 
-    fp32 input is multiplied in float64 instead, by the one piece that the matrix then is. A power of two goes over from
-    the factor to the pieces, exactly: all that the factor has, so that no sum overflows which the factor would bring
-    back; for fp16, whose small numbers lose bits, as much as makes the largest entry 16 to 32.
+    fp32 input is multiplied in float64 instead, by the one piece that the matrix then is. The sign of the factor and a
+    power of two go over to the pieces, exactly: the whole of the factor's, so that no sum overflows which the factor
+    would bring back; for fp16, whose small numbers lose bits, 16 times more. look: read the matrix to choose, which
+    waits for the GPU; else take three pieces.
     """
-    fp32 = blocks.matrix.detach().float().cpu()
-    fp32 = (fp32.T if blocks.transpose else fp32).contiguous()
-    factor = float(torch.tensor(blocks.factor, dtype=torch.float32))
-    largest = float(fp32.abs().max())
-    power = math.frexp(factor)[1] - 1 if dtype != torch.float16 else 5 - math.frexp(largest)[1]
-    fp32, factor = torch.ldexp(fp32.double(), torch.tensor(power)).float(), math.ldexp(factor, -power)
-    rest, pieces = fp32.double(), []
-    enough = 2.0**-22 * float(rest.norm())
-    while not pieces or (float(rest.norm()) > enough and len(pieces) < 3):
+    factor = float(torch.tensor(blocks.factor, dtype=torch.float32, device="cpu"))
+    power = math.frexp(factor)[1] - 1 + (4 if dtype == torch.float16 else 0)
+    matrix = blocks.matrix.detach().float()
+    matrix = (matrix.T if blocks.transpose else matrix) * math.copysign(math.ldexp(1.0, power), factor)
+    rest, pieces = matrix.double(), []
+    enough = 2.0**-22 * float(rest.norm()) if look else 0.0
+    for _ in range(1 if dtype == torch.float32 else 3):
         pieces.append(rest.to(torch.float64 if dtype == torch.float32 else dtype))
         rest = rest - pieces[-1].double()
-    stacked, device = torch.stack(pieces), blocks.matrix.device
+        if look and float(rest.norm()) <= enough:
+            break
+    stacked = torch.stack(pieces)
     hopper = {}
-    if device.type == "cuda" and _capability(device)[0] == 9 and dtype != torch.float32:
-        hopper = {output: _hopper_pieces(stacked, output).to(device) for output in (CODES, VALUES, ROTATED)}
-    return Pieces(stacked.to(device), hopper, fp32.to(device), factor)
+    if matrix.is_cuda and _capability(matrix.device)[0] == 9 and dtype != torch.float32:
+        hopper = {output: _hopper_pieces(stacked, output) for output in (CODES, VALUES, ROTATED)}
+    return Pieces(stacked, hopper, matrix.contiguous(), math.ldexp(abs(factor), -power))
 
 
 def _hopper_pieces(pieces: Tensor, output: int) -> Tensor:
-    """(P, R, R) -> (P, W, W): entry [n, k] multiplies value k of a unit for column n of the product."""
-    from ..kernels.rotate_quantize_hopper import column_order
+    """(P, R, R) -> (P, W, W): entry [n, k] multiplies value k of a unit for column n of the product.
 
+    The order of the columns is that of rotate_quantize_hopper.column_order, as a permutation of digits.
+    """
     width = max(64, pieces.shape[1])
     wide = torch.stack([torch.block_diag(*[piece] * (width // piece.shape[0])) for piece in pieces])
-    return wide[:, :, column_order(width, output)].transpose(1, 2).contiguous()
+    pairs = 8 if output == CODES else 4
+    digits = wide.view(-1, width, width // (8 * pairs), 4, pairs, 2).transpose(3, 4)
+    return digits.reshape(-1, width, width).transpose(1, 2).contiguous()
 
 
 def _launch(
@@ -348,11 +358,28 @@ class Tiling:
     programs: int
 
 
-def tiling(width: int, pieces: int, output: int) -> Tiling:
-    """Measured on an H200 (benchmarks/gpu_rotate_quantize.py)."""
-    if width == 128:
-        return Tiling(64, 1, 4, 4) if pieces == 1 else Tiling(128, 1, 8, 2 if pieces == 2 else 1)
-    return Tiling(64, 1, 4, 6) if pieces == 1 else Tiling(128, 1, 4, 4)
+def tiling(width: int, pieces: int, output: int, units: int, multiprocessors: int) -> Tiling:
+    """Measured on an H200 at 8192 x 8192; a few units are spread over as many programs as there can be."""
+    if units < 128 * multiprocessors:
+        return Tiling(64, 1, 4 if width == 64 else 8, 4)
+    return _TILINGS[width, pieces > 1, output]
+
+
+_TILINGS = {
+    (64, False, CODES): Tiling(64, 1, 4, 6),
+    (64, True, CODES): Tiling(128, 1, 4, 4),
+    (128, False, CODES): Tiling(64, 1, 4, 4),
+    (128, True, CODES): Tiling(64, 1, 8, 2),
+    (64, False, VALUES): Tiling(128, 1, 8, 2),
+    (64, True, VALUES): Tiling(64, 3, 4, 3),
+    (128, False, VALUES): Tiling(64, 1, 4, 3),
+    (128, True, VALUES): Tiling(64, 1, 4, 2),
+    (64, False, ROTATED): Tiling(128, 2, 4, 4),
+    (64, True, ROTATED): Tiling(128, 2, 4, 4),
+    (128, False, ROTATED): Tiling(64, 1, 8, 3),
+    (128, True, ROTATED): Tiling(64, 1, 8, 2),
+}
+"""By the width of a unit, whether the matrix takes several pieces, and what is written."""
 
 
 def _launch_hopper(
@@ -371,11 +398,11 @@ def _launch_hopper(
     rule = "even" if quantizer is None else quantizer.rule
     operand, factor = pieces.hopper[output], pieces.factor
     width = operand.shape[2]
-    shape = tiling(width, operand.shape[0], output)
+    units, per_row = x.numel() // width, max(1, x.shape[1] // width)
+    shape = tiling(width, operand.shape[0], output, units, _multiprocessors(x.device))
     launcher = hopper_launcher(
         x.device, width, operand.shape[0], pieces.size, output, blocked, group, rule, x.dtype == torch.float16, shape
     )
-    units, per_row = x.numel() // width, max(1, x.shape[1] // width)
     padded = -(-x.shape[0] // 128) * 128 * per_row if blocked else units
     tiles = max(-(-units // shape.block), -(-(padded - units) // (32 * shape.num_warps)))
     encode = _encode(quantizer, x.device)
