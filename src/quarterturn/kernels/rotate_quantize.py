@@ -58,6 +58,24 @@ def power_of_two(exponent):
 
 
 @triton.jit
+def _widened(x, INTERPRETED: tl.constexpr):
+    """x in fp32. The interpreter's own cast of bf16 loses subnormal numbers."""
+    if INTERPRETED and x.dtype == tl.bfloat16:
+        return (x.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    return x.to(tl.float32)
+
+
+@triton.jit
+def _narrowed(x, dtype: tl.constexpr, INTERPRETED: tl.constexpr):
+    """fp32 x in dtype, to nearest. The interpreter's own cast to bf16 cuts off."""
+    if INTERPRETED and dtype == tl.bfloat16:
+        bits = x.to(tl.int32, bitcast=True)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        return tl.where(x == x, rounded, 0x7FC0).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    return x.to(dtype)
+
+
+@triton.jit
 def _magnitude_bits(z):
     return z.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
@@ -79,7 +97,7 @@ def _turned(
     inside = (rows < m)[:, None] & (cols < k)[None, :]
     x = tl.load(x_ptr + rows.to(tl.int64)[:, None] * x_stride + cols[None, :], mask=inside, other=0.0)
     if SIZE == 0:
-        z = x.to(tl.float32)
+        z = _widened(x, INTERPRETED)
     else:
         blocks: tl.constexpr = BLOCK_M * WIDTH // SIZE
         rest = tl.reshape(x, (blocks, SIZE))
@@ -94,7 +112,7 @@ def _turned(
             for q in tl.static_range(PIECES):
                 piece = tl.load(pieces_ptr + q * SIZE * SIZE + offsets)
                 if INTERPRETED:  # whose product of bf16 multiplies their bits
-                    z = tl.dot(rest.to(tl.float32), piece.to(tl.float32), z, input_precision="ieee")
+                    z = tl.dot(_widened(rest, True), _widened(piece, True), z, input_precision="ieee")
                 else:
                     z = tl.dot(rest, piece, z)
             z = z * factor
@@ -156,18 +174,23 @@ def _write(
     z, rows, m, first, k, out_ptr, scale_ptr, padded_rows, padded_cols, encode, tensor_scale,
     WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, GROUP: tl.constexpr, OUTPUT: tl.constexpr, BLOCKED: tl.constexpr,
     RULE_ADD: tl.constexpr, HARDWARE: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Quantize z and write what OUTPUT says of it. rows are int64."""
     cols = first + tl.arange(0, WIDTH)
     inside = (rows < m)[:, None] & (cols < k)[None, :]
     if OUTPUT == 2:
-        turned = tl.reshape(z, (BLOCK_M, WIDTH)).to(out_ptr.dtype.element_ty)
+        turned = _narrowed(tl.reshape(z, (BLOCK_M, WIDTH)), out_ptr.dtype.element_ty, INTERPRETED)
         tl.store(out_ptr + rows[:, None] * k + cols[None, :], turned, mask=inside)
         return
     scaled, byte, scale = _scaled(z, encode, tensor_scale, GROUP, RULE_ADD)
     if OUTPUT == 1:
         values = tl.reshape(_rounded(scaled) * scale[:, :, None], (BLOCK_M, WIDTH))
-        tl.store(out_ptr + rows[:, None] * k + cols[None, :], values.to(out_ptr.dtype.element_ty), mask=inside)
+        tl.store(
+            out_ptr + rows[:, None] * k + cols[None, :],
+            _narrowed(values, out_ptr.dtype.element_ty, INTERPRETED),
+            mask=inside,
+        )
         return
     WORDS: tl.constexpr = WIDTH // 8
     words = _packed(scaled, BLOCK_M, WORDS, HARDWARE)
@@ -245,7 +268,7 @@ def rotate_quantize(
             )
             _write(
                 z, rows, m, first, k, out_ptr, scale_ptr, padded_rows, padded_cols, encode[:, None],
-                tensor_scale[:, None], WIDTH, BLOCK_M, GROUP, OUTPUT, BLOCKED, RULE_ADD, HARDWARE,
+                tensor_scale[:, None], WIDTH, BLOCK_M, GROUP, OUTPUT, BLOCKED, RULE_ADD, HARDWARE, INTERPRETED,
             )  # fmt: skip
             first += WIDTH
     else:
@@ -273,5 +296,5 @@ def rotate_quantize(
         )
         _write(
             z, rows, m, first, k, out_ptr, scale_ptr, padded_rows, padded_cols, encode, tensor_scale,
-            WIDTH, BLOCK_M, GROUP, OUTPUT, BLOCKED, RULE_ADD, HARDWARE,
+            WIDTH, BLOCK_M, GROUP, OUTPUT, BLOCKED, RULE_ADD, HARDWARE, INTERPRETED,
         )  # fmt: skip
