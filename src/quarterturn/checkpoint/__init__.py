@@ -6,15 +6,18 @@ The only place that knows what a file calls things, and that the tensor scales a
     config.py   config.json: groups of layers and transforms, parsed by compressed-tensors' own classes
     stored.py   the matrices of online transforms
     read.py     all together, layer by layer, with every disagreement refused
+    original.py the unquantized model a checkpoint was made from
 """
 
 from .files import TensorInfo, resolve
+from .original import OriginalModel
 from .read import Checkpoint, LayerSpec, open_checkpoint, recognise
 from .stored import StoredTransform
 
 __all__ = [
     "Checkpoint",
     "LayerSpec",
+    "OriginalModel",
     "StoredTransform",
     "TensorInfo",
     "open_checkpoint",

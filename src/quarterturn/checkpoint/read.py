@@ -87,6 +87,18 @@ class Checkpoint:
         """The bias of a layer in the file's dtype, (n,), or None."""
         return self.read(f"{layer}.bias") if self.layers[layer].has_bias else None
 
+    def offline_schemes(self, layer: str) -> list[str]:
+        """Schemes that only a layer's weight carries: they cancel between layers, and their matrices are not stored."""
+        entry = quantization_entry(self.config) or {}
+        stand_in = torch.nn.Linear(1, 1, bias=False, device="meta")
+        found = []
+        for scheme, body in ((entry.get("transform_config") or {}).get("config_groups") or {}).items():
+            for apply in body["apply"]:
+                offline = str(apply["location"]) in OFFLINE and scheme not in self.layers[layer].scheme_names
+                if offline and matches(layer, stand_in, apply["targets"], apply.get("ignore") or ()):
+                    found.append(scheme)
+        return found
+
     def online_transforms(
         self, name: str, module: torch.nn.Module, n: int, k: int, also: str | None = None
     ) -> tuple[Transform | None, Transform | None, tuple[str, ...]]:

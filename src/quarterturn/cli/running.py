@@ -158,7 +158,10 @@ def _show_judgement(judgement: Judgement, fast: Speed, memory: dict[str, int], r
 
 
 def verify(path: Path_, against: Against, as_json: Json = False) -> None:
-    """Check that each layer's weights carry the transforms that the config declares. Exit code 1 where one does not."""
+    """Check each layer's weights against the original, behind the transforms that the config declares.
+
+    Exit code 1 where a layer is not as declared, by a wrong factor or single rows too.
+    """
     quiet()
     from ..checkpoint import open_checkpoint
     from ..verify import verify as run
@@ -167,18 +170,12 @@ def verify(path: Path_, against: Against, as_json: Json = False) -> None:
         step = track("comparing layers", len(open_checkpoint(path).layers))
         result = run(path, against, lambda layer: step(1))
     if as_json:
-        layers = [asdict(v) | {k: _number(getattr(v, k)) for k in ("error", "declared", "yardstick")}
-                  for v in result.layers]  # fmt: skip
+        layers = [asdict(v) for v in result.layers]
         print_json({"path": path, "against": against, "ok": result.ok, "layers": layers, "changed": result.changed})
     else:
         _show_verdicts(result)
     if not result.ok:
         raise typer.Exit(1)
-
-
-def _number(value: float) -> float | None:
-    # JSON has no NaN.
-    return value if math.isfinite(value) else None
 
 
 def _show_verdicts(result: Any) -> None:
@@ -187,13 +184,16 @@ def _show_verdicts(result: Any) -> None:
         of_kind = [v for v in result.layers if v.verdict == verdict]
         colour = "green" if verdict == "ok" else "yellow" if verdict == "cannot tell" else "red"
         out.print(f"  [{colour}]{count:>4} {verdict}[/{colour}]")
-        for detail, group in _by_detail(of_kind).items():
+        groups = _by_detail(of_kind)
+        for detail, group in list(groups.items())[:8]:
             worst = max((v.error for v in group if math.isfinite(v.error)), default=math.nan)
             rounding = max((v.yardstick for v in group if math.isfinite(v.yardstick)), default=math.nan)
             figures = f" (error up to {worst:.3f}; rounding alone {rounding:.3f})" if math.isfinite(worst) else ""
             out.print(f"       {detail}{figures}", markup=False)
             if verdict != "ok":
                 _show_names([v.layer for v in group])
+        if len(groups) > 8:
+            out.print(f"       and {len(groups) - 8} other findings of this kind (--json lists all)")
     if result.changed:
         out.print(f"  {len(result.changed)} unquantized tensors are not the original's:")
         _show_names(result.changed)
