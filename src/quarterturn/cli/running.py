@@ -51,11 +51,14 @@ def generate(
     from transformers import TextStreamer
 
     from ..compare import encode_prompt
+    from ..integrations.models import check_tokens
 
     tokenizer = tokenizer_of(resolve(path))
     with work(f"loading {path}"):
         model = open_model(path, device, dtype, activations, backend, weights)
     inputs = tokenizer(prompt, return_tensors="pt") if raw else encode_prompt(tokenizer, prompt)
+    do = "shorten the prompt, or pass a smaller --max-new-tokens"
+    check_tokens("generate", model, inputs["input_ids"], max_new_tokens, do=do)
     sampling: dict[str, Any] = {"do_sample": temperature > 0}
     if temperature > 0:
         sampling["temperature"] = temperature
@@ -72,17 +75,15 @@ def open_model(
     weights: str = "auto",
 ) -> PreTrainedModel:
     """A checkpoint through quarterturn.load; an unquantized model through Transformers."""
+    from ..integrations.models import load_original
     from ..integrations.transformers import load
 
     if device != "auto":
         _check_device(device)
     if recognise(path) != "unquantized":
         return load(path, device=device, dtype=dtype, activations=activations, backend=backend, weights=weights)
-    from transformers import AutoModelForCausalLM
-
     target = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
-    folder = resolve(path)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, use_safetensors=True)
+    model = load_original("load", resolve(path), dtype)
     opened: PreTrainedModel = model.to(target).eval().requires_grad_(False)
     return opened
 
@@ -114,15 +115,19 @@ def evaluate(
 ) -> None:
     """Judge a model on a text: perplexity, divergence from the original, tokens per second, memory."""
     quiet()
-    from ..demo_model import held_out_text
-    from ..evaluate import LiveReference, cut_windows, judge, peak_memory, speed
+    from ..evaluate import LiveReference, cut_windows, judge, speed
+    from ..integrations.models import check_tokens, context_length
+    from ..machine import peak_memory
+    from ..texts import held_out_text
 
     content = read_text(text) if text is not None else held_out_text()
     ids = token_ids(tokenizer_of(resolve(path), against), content, tokens)
     cut_windows(ids, window)
     with work(f"loading {path}"):
         model = open_model(path, device, dtype, activations, backend, weights)
-    fast = speed(model, ids[: min(window, 256)], new_tokens)
+    check_tokens("evaluate", model, ids[:window], do="pass a smaller --window")
+    room = (context_length(model) or 256 + new_tokens) - new_tokens
+    fast = speed(model, ids[: max(1, min(window, 256, room))], new_tokens)
     memory = peak_memory()
     reference = None
     if against is not None:
