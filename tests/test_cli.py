@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,9 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
 from quarterturn import demo_model
-from quarterturn.cli import main
+from quarterturn.cli import common, main
 from tiny_models import VOCABULARY, tiny_model
 
 TEXT = "the quick brown fox jumps over the lazy dog; " * 40
@@ -276,6 +279,54 @@ def test_compare_writes_checkpoints_plots_and_a_page(
     assert not (out / ".original-logits").exists()
     assert run(*arguments) == 1
     assert "overwrite" in capsys.readouterr().err
+
+
+def test_names_that_look_like_markup_are_printed_as_they_are(
+    folders: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    strange = tmp_path / "[red]x[/] :smile: [bold]"
+    shutil.copytree(folders, strange)
+    assert run("inspect", strange / "made") == 0
+    assert f"{strange / 'made'}\n" in capsys.readouterr().out
+    text = ("--text", strange / "text.txt", "--calibration", strange / "text.txt", "--prompt", "[/] [red]a[/]")
+    assert run("compare", strange / "original", "--out", strange / "out", "--formats", "mxfp4", "--transforms", "none",
+               "--window", 16, "--tokens", 32, *text) == 0  # fmt: skip
+    assert str(strange / "out" / "report.html") in capsys.readouterr().out
+    assert run("quantize", strange / "original", strange / "again", "--format", "mxfp4") == 0
+    captured = capsys.readouterr()
+    assert captured.out.startswith(f"{strange / 'again'}: ")
+    assert captured.err == f"quantizing {strange / 'original'}\n"
+    assert run("doctor", strange / "nowhere") == 1
+    assert str(strange / "nowhere") in capsys.readouterr().err
+
+
+def test_bars_and_spinners_take_names_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = io.StringIO()
+    terminal = Console(file=shown, force_terminal=True, width=80, markup=False, emoji=False)
+    monkeypatch.setattr(common, "err", terminal)
+    with common.work("loading [red]x[/]"):
+        pass
+    with common.progress() as track:
+        track("judging [red]y[/]", 2)(2)
+    assert "loading [red]x[/]" in shown.getvalue()
+    assert "judging [red]y[/]" in shown.getvalue()
+
+
+def test_a_narrow_terminal_loses_empty_columns_and_cuts_nothing(
+    folders: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown = {}
+    for width in ("60", "100", "10"):
+        monkeypatch.setenv("COLUMNS", width)
+        assert run("inspect", folders / "made") == 0
+        lines = capsys.readouterr().out.splitlines()
+        start = next(i for i, line in enumerate(lines) if line.startswith("layers "))
+        shown[width] = lines[start : start + 8]
+    assert "bias" in shown["100"][0]
+    assert shown["60"][0].split() == ["layers", "name", "arithmetic", "N", "×", "K", "input", "transform"]
+    assert "W4A4 nvfp4  64 × 96  32" in shown["60"][1]
+    assert shown["10"] == shown["60"]
+    assert all(len(line) <= 60 and "…" not in line for line in shown["60"])
 
 
 @pytest.mark.parametrize(

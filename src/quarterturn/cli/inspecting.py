@@ -17,6 +17,7 @@ from ..checkpoint.config import quantization_entry
 from ..checkpoint.files import list_tensors, read_json
 from ..errors import CheckpointRefusal
 from ..machine import gpus, processor, version
+from ..report.tables import Table
 from .common import out, print_json, quiet, size, work
 
 KINDS = {
@@ -118,9 +119,7 @@ def _contents(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _show(found: dict[str, Any]) -> None:
-    from rich.table import Table
-
-    out.print(f"[bold]{found['path']}[/bold]")
+    out.print(found["path"], style="bold")
     out.print(f"  kind        {found['kind']}, {found['model_type']}")
     if "bytes" in found:
         dtypes = ", ".join(f"{count} {dtype}" for dtype, count in found["dtypes"].items())
@@ -129,13 +128,8 @@ def _show(found: dict[str, Any]) -> None:
         out.print(f"  written by  {found['writer']}")
         amount = f"{found['fp4_layers']} layers, {size(found['fp4_bytes'])}, {found['bits_per_weight']} bits a weight"
         out.print(f"  4-bit       {amount}")
-        table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-        for column in ("layers", "name", "arithmetic", "N × K", "input transform", "output transform", "bias"):
-            table.add_column(column)
-        for row in found["layers"]:
-            table.add_row(str(row["count"]), row["name"], f"{row['arithmetic']} {row['format']}",
-                          f"{row['n']} × {row['k']}", str(row["input_transform"] or "-"),
-                          str(row["output_transform"] or "-"), "yes" if row["bias"] else "-")  # fmt: skip
+        headings = ("layers", "name", "arithmetic", "N × K", "input transform", "output transform", "bias")
+        table = Table(headings, [_cells(row) for row in found["layers"]])
         out.print()
         out.print(table)
         out.print()
@@ -146,7 +140,19 @@ def _show(found: dict[str, Any]) -> None:
     for note in found.get("notes", ()):
         out.print(f"  note        {note}")
     if "refused" in found:
-        out.print(f"  not run     {found['refused']}", markup=False)
+        out.print(f"  not run     {found['refused']}")
+
+
+def _cells(row: dict[str, Any]) -> tuple[str, ...]:
+    return (
+        str(row["count"]),
+        row["name"],
+        f"{row['arithmetic']} {row['format']}",
+        f"{row['n']} × {row['k']}",
+        str(row["input_transform"] or "-"),
+        str(row["output_transform"] or "-"),
+        "yes" if row["bias"] else "-",
+    )
 
 
 def doctor(
@@ -200,6 +206,8 @@ def _layers(path: str) -> list[dict[str, Any]]:
 
 
 def _show_doctor(found: dict[str, Any]) -> None:
+    from rich.text import Text
+
     for name, installed in found["versions"].items():
         out.print(f"  {name:<20}{installed}")
     out.print()
@@ -217,7 +225,7 @@ def _show_doctor(found: dict[str, Any]) -> None:
         groups.setdefault((e["backend"], e["arithmetic"], e["reason"], rejected), []).append(e["layer"])
     out.print()
     for (backend, arithmetic, reason, rejected), names in groups.items():
-        out.print(f"  {len(names)} layers  [bold]{backend}[/bold], {arithmetic}")
+        out.print(Text.assemble(f"  {len(names)} layers  ", (backend, "bold"), f", {arithmetic}"))
         out.print(f"    {names[0]}" + (f" ... {names[-1]}" if len(names) > 1 else ""))
         out.print(f"    why: {reason}")
         if rejected:

@@ -62,8 +62,8 @@ def quantize(
         )
     written = sum(file.stat().st_size for file in output.glob("*.safetensors"))
     for note in getattr(made, "quantization_notes", ()):
-        err.print(f"note: {note}", markup=False)
-    out.print(f"{output}: {size(written)}, {time.perf_counter() - began:.0f} s", markup=False)
+        err.print(f"note: {note}")
+    out.print(f"{output}: {size(written)}, {time.perf_counter() - began:.0f} s")
 
 
 def _pieces(text: str, count: int = 8) -> list[str]:
@@ -132,6 +132,8 @@ def _compare(
     overwrite: bool,
     as_json: bool,
 ) -> None:
+    from rich.text import Text
+
     from ..compare import compare as run
     from ..report import comparison_table, findings, write_page
     from ..texts import held_out_text
@@ -151,12 +153,12 @@ def _compare(
     out.print(comparison_table(result))
     out.print()
     for sentence in findings(result):
-        out.print(sentence, markup=False)
+        out.print(sentence)
     out.print()
     for variant in result.variants:
-        out.print(f"[bold]{variant.label}[/bold]  {variant.ran}")
-        out.print(f"  {variant.sample}", markup=False)
-    out.print(f"\n{time.perf_counter() - began:.0f} s. The page: {page.resolve()}", markup=False, soft_wrap=True)
+        out.print(Text.assemble((variant.label, "bold"), f"  {variant.ran}"))
+        out.print(f"  {variant.sample}")
+    out.print(f"\n{time.perf_counter() - began:.0f} s. The page: {page.resolve()}")
 
 
 def _need_matplotlib() -> None:

@@ -188,13 +188,13 @@ def _show_verdicts(result: Any) -> None:
     for verdict, count in counts.most_common():
         of_kind = [v for v in result.layers if v.verdict == verdict]
         colour = "green" if verdict == "ok" else "yellow" if verdict == "cannot tell" else "red"
-        out.print(f"  [{colour}]{count:>4} {verdict}[/{colour}]")
+        out.print(f"  {count:>4} {verdict}", style=colour)
         groups = _by_detail(of_kind)
         for detail, group in list(groups.items())[:8]:
             worst = max((v.error for v in group if math.isfinite(v.error)), default=math.nan)
             rounding = max((v.yardstick for v in group if math.isfinite(v.yardstick)), default=math.nan)
             figures = f" (error up to {worst:.3f}; rounding alone {rounding:.3f})" if math.isfinite(worst) else ""
-            out.print(f"       {detail}{figures}", markup=False)
+            out.print(f"       {detail}{figures}")
             if verdict != "ok":
                 _show_names([v.layer for v in group])
         if len(groups) > 8:
@@ -213,7 +213,7 @@ def _by_detail(verdicts: list[Any]) -> dict[str, list[Any]]:
 
 def _show_names(names: list[str], most: int = 8) -> None:
     for name in names[:most]:
-        out.print(f"         {name}", markup=False)
+        out.print(f"         {name}")
     if len(names) > most:
         out.print(f"         and {len(names) - most} more (--json lists all)")
 
