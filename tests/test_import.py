@@ -15,7 +15,7 @@ import quarterturn
 ROOT = Path(quarterturn.__file__).parent
 # The way of the data, from the bottom up.
 ORDER = [
-    "errors", "formats", "reference", "layouts", "tensor", "transforms", "settings", "texts", "machine",
+    "errors", "formats", "reference", "layouts", "rounding", "tensor", "transforms", "settings", "texts", "machine",
     "kernels", "checks", "backends",
     "ops", "absent_weight", "linear",
     "checkpoint", "integrations", "demo_model", "quantize",

@@ -267,7 +267,7 @@ def _check_tensors(checkpoint: Checkpoint, name: str, group: Group, n: int, k: i
         )
     expected: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {
         PACKED: (("U8",), fmt.codes_shape(n, k)),
-        SCALE: (("F8_E4M3",) if fmt.has_tensor_scale else ("U8",), fmt.scale_shape(n, k)),
+        SCALE: (("U8",) if fmt.has_e8m0_scale else ("F8_E4M3",), fmt.scale_shape(n, k)),
     }
     if fmt.has_tensor_scale:
         expected[WEIGHT_ENCODE] = (("F32",), (1,))

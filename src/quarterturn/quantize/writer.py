@@ -146,7 +146,7 @@ def _check_layers(model: nn.Module, layers: Mapping[str, FP4Linear]) -> None:
         needs = []
         if layer.codes.device.type == "meta":
             needs.append(("weights in memory", "the meta device"))
-        if not layer.format.has_tensor_scale and layer.rule != "even":
+        if layer.format.has_e8m0_scale and layer.rule != "even":
             needs.append(("the scale rule 'even', which such files mean", f"'{layer.rule}'"))
         if layer.format.has_tensor_scale and layer.activations == "fp4" and layer.input_encode_scale is None:
             needs.append(("an input scale", f"none (recipe '{layer.recipe}')"))
