@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,24 +11,11 @@ import typer
 
 from .. import __version__
 from ..backends import BACKENDS
-from ..checkpoint import Checkpoint, open_checkpoint, recognise, resolve
-from ..checkpoint.config import quantization_entry
-from ..checkpoint.files import list_tensors, read_json
-from ..errors import CheckpointRefusal
+from ..checkpoint import describe
 from ..machine import gpus, processor, version
 from ..report.tables import Table
 from .common import out, print_json, quiet, size, work
 
-KINDS = {
-    "modelopt": "ModelOpt (NVIDIA TensorRT Model Optimizer)",
-    "fp_quant": "FP-Quant",
-    "unquantized": "unquantized",
-    "gptq": "GPTQ",
-    "awq": "AWQ",
-    "bitsandbytes": "bitsandbytes",
-    "fp8": "FP8",
-    "mxfp4": "MXFP4 of the GPT-OSS kind",
-}
 Path_ = Annotated[str, typer.Argument(metavar="PATH", help="A checkpoint folder, or a hub id.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 
@@ -43,79 +29,6 @@ def inspect(path: Path_, as_json: Json = False) -> None:
         _show(found)
     if "refused" in found and found["runs"] is False and found["is_fp4"]:
         raise typer.Exit(1)
-
-
-def describe(path: str) -> dict[str, Any]:
-    """Everything `inspect` says, as data. Raises CheckpointRefusal where there is no checkpoint at all."""
-    folder = resolve(path)
-    kind = recognise(folder)
-    config = read_json(folder / "config.json")
-    known = kind.startswith("compressed-tensors")
-    found: dict[str, Any] = {
-        "path": str(path),
-        "kind": kind if known else KINDS.get(kind, kind),
-        "model_type": config.get("model_type", "unknown"),
-        "is_fp4": known and "fp4-pack-quantized" in kind,
-        "runs": False,
-    }
-    try:
-        tensors = list_tensors(folder)
-        found["bytes"] = sum(info.nbytes for info in tensors.values())
-        found["tensors"] = len(tensors)
-        found["dtypes"] = dict(Counter(info.dtype for info in tensors.values()).most_common())
-        if found["is_fp4"]:
-            found |= _contents(open_checkpoint(folder))
-            found["runs"] = True
-        elif not known:
-            found["notes"] = [_foreign(kind)]
-        else:
-            open_checkpoint(folder)
-    except CheckpointRefusal as error:
-        found["refused"] = str(error)
-    return found
-
-
-def _foreign(kind: str) -> str:
-    if kind == "unquantized":
-        return "an ordinary model: `quarterturn quantize` makes a 4-bit checkpoint of it"
-    return f"made by {KINDS.get(kind, kind)}, whose files are recognised and not run"
-
-
-def _contents(checkpoint: Checkpoint) -> dict[str, Any]:
-    rows: Counter[tuple[Any, ...]] = Counter()
-    for spec in checkpoint.layers.values():
-        first, last = spec.input_transform, spec.output_transform
-        width = "W4A4" if spec.activations == "fp4" else "W4A16"
-        rows[(spec.name.rsplit(".", 1)[-1], spec.format.name, width, spec.n, spec.k, first.size if first else None,
-              last.size if last else None, spec.has_bias)] += 1  # fmt: skip
-    keys = ("name", "format", "arithmetic", "n", "k", "input_transform", "output_transform", "bias")
-    packed = sum(
-        info.nbytes for name, info in checkpoint.tensors.items() if name.rpartition(".")[0] in checkpoint.layers
-    )
-    weights = sum(spec.n * spec.k for spec in checkpoint.layers.values())
-    types = {scheme.name: scheme.type for scheme in checkpoint.quant.schemes}
-    entry = quantization_entry(checkpoint.config) or {}
-    return {
-        "writer": f"compressed-tensors {entry.get('version', 'of an unknown version')}",
-        "fp4_layers": len(checkpoint.layers),
-        "fp4_bytes": packed,
-        "bits_per_weight": round(8 * packed / weights, 3),
-        "layers": [dict(zip(keys, row, strict=True)) | {"count": count} for row, count in rows.items()],
-        "transforms": [
-            {
-                "scheme": t.scheme,
-                "type": types[t.scheme],
-                "location": t.location,
-                "size": t.size,
-                "signed": t.transform.is_signed,
-                "tensor": t.tensor,
-                "layers": sum(t.scheme in spec.scheme_names for spec in checkpoint.layers.values()),
-            }
-            for t in checkpoint.transforms
-        ],
-        "ignored": list(checkpoint.quant.ignore),
-        "notes": checkpoint.notes,
-    }
 
 
 def _show(found: dict[str, Any]) -> None:

@@ -18,13 +18,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from ..checkpoint.files import TOKENIZER_FILES
+from ..checkpoint.save import check_shard_size
 from ..errors import refusal
 from ..formats import FP4Format, get_format
 from ..integrations.models import context_length, load_original, refuse_encoder_decoder, vocabulary
 from ..linear import ACTIVATIONS, FP4Linear
 from ..texts import builtin_text
 from ..transforms import Transform
-from .atomic import TOKENIZER_FILES, new_folder
+from .atomic import new_folder
 from .calibration import (
     Texts,
     check_sizes,
@@ -36,7 +38,7 @@ from .calibration import (
 from .prepare import prepared
 from .rtn import encode_scale, fold_weight, round_to_nearest, weight_amax
 from .walk import TransformLike, plan_transforms, shared_groups
-from .writer import check_shard_size, make_saveable, save_checkpoint, write_files
+from .writer import make_saveable, save_checkpoint, write_files
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
