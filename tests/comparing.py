@@ -131,14 +131,6 @@ def _step(scale: np.ndarray, name: str, encode: np.ndarray) -> np.ndarray:
     return by_hand.E4M3[scale] / encode if name == "nvfp4" else by_hand.E8M0[scale]
 
 
-def or_refusal(call: Callable[[], object]) -> tuple[object, str]:
-    """What the call returns and "", or None and the text of its Refusal: for what may be right or refused."""
-    try:
-        return call(), ""
-    except Refusal as refusal:
-        return None, str(refusal)
-
-
 def assert_refused(call: Callable[[], object], *words: str, kind: type[Exception] = Refusal) -> str:
     """The call raises a Refusal that says the operation, what was needed, what was found and what to do."""
     with pytest.raises(kind) as caught:

@@ -15,8 +15,11 @@ import quarterturn
 ROOT = Path(quarterturn.__file__).parent
 # The way of the data, from the bottom up.
 ORDER = [
-    "errors", "formats", "reference", "layouts", "tensor", "transforms", "kernels", "backends",
-    "ops", "linear", "checkpoint", "integrations", "quantize", "evaluate", "report", "cli",
+    "errors", "formats", "reference", "layouts", "rounding", "tensor", "transforms", "settings", "texts", "machine",
+    "kernels", "checks", "backends",
+    "ops", "absent_weight", "linear",
+    "checkpoint", "integrations", "demo_model", "quantize",
+    "evaluate", "verify", "compare", "report", "cli",
 ]  # fmt: skip
 LEVEL = {name: level for level, name in enumerate(ORDER)}
 ANYWHERE = {"__init__", "__main__", "py.typed", "_version"}

@@ -112,7 +112,8 @@ def test_what_ran_can_be_asked(made: Path) -> None:
 def test_activations_can_be_left_alone(llama: Path) -> None:
     exact, loose = load(llama, dtype="float32"), load(llama, dtype="float32", activations="bf16")
     a, b = exact(tokens()).logits, loose(tokens()).logits
-    assert 1e-3 < relative(a, b) < 0.5
+    # 14 layers in a row, each with some 10% of its input rounded away or not: about sqrt(14) * .1 = .37.
+    assert 0.1 < relative(a, b) < 0.5
     assert all(e.arithmetic.startswith("W4A16") for e in qt.explain(loose))
 
 
@@ -125,7 +126,7 @@ def test_dtypes_and_ways_to_keep_weights(llama: Path, dtype: str, weights: str) 
     assert bool(torch.isfinite(logits).all())
     if dtype == "float32":
         other = load(llama, dtype=dtype, backend="any_torch")
-        assert relative(logits, other(tokens()).logits) < 1e-5
+        assert torch.equal(logits, other(tokens()).logits), "decoding is exact, and so the way of keeping no matter"
 
 
 def test_a_dtype_or_backend_that_is_not_there_is_refused(llama: Path) -> None:
@@ -200,8 +201,8 @@ def test_an_unquantized_linear_behind_a_transform_is_run(llama: Path, tmp_path: 
     assert turn is not None
     model = load(altered(llama, tmp_path / "head", change), dtype="float32")
     assert isinstance(model.lm_head, RotatedLinear)
-    # The folded head was rounded to the file's dtype once more.
-    assert relative(model(tokens()).logits, load(llama, dtype="float32")(tokens()).logits) < 1e-2
+    # The head was rounded to fp32 after folding, and its input after turning; its sums are in fp32 both times.
+    assert relative(model(tokens()).logits, load(llama, dtype="float32")(tokens()).logits) < 2.0**-20
 
 
 def test_an_embedding_behind_a_transform_is_refused(llama: Path, tmp_path: Path) -> None:

@@ -19,7 +19,6 @@ from comparing import (
     assert_equal_arrays,
     assert_same_bits,
     assert_within,
-    or_refusal,
     rounded,
 )
 from quarterturn import MXFP4, NVFP4, FP4Tensor, ops
@@ -107,10 +106,10 @@ def test_w4a4_of_codes_exact(m: int, n: int, k: int, per_row: bool, out, name: s
 @every_format
 @pytest.mark.parametrize("per_row", [False, True], ids=["", "token scales"])
 def test_w4a4_of_quantize_dequantize_values_exact(per_row: bool, name: str, dtype, backend: str) -> None:
-    if name == "mxfp4" and dtype == torch.float16:
-        return
     w = weight(name, 24, 96, (0.37,))
     _, _, a = activations(name, 33, 96)
+    # The values are E2M1 times 2^-2 .. 2^2, or times E4M3: all of them numbers of fp16 and bf16 too.
+    assert torch.equal(torch.from_numpy(a).to(dtype).double(), torch.from_numpy(a).double())
     x_scale = torch.rand(33 if per_row else 1) + 0.01
     want, scaled = product(a, w, x_scale, None)
     got = ops.fp4_matmul(torch.from_numpy(a).to(dtype), x_scale, weight=w, backend=backend)
@@ -183,28 +182,22 @@ def test_fp16_does_not_overflow_before_the_tensor_scale(tensor_scale: float, bac
 
 @every_backend
 def test_mxfp4_weights_under_fp16_input(backend: str) -> None:
-    """Right, or refused with the reason: never an overflow of the decoded weight that nobody mentions."""
+    """The decoded weight would overflow fp16, so it is not decoded to fp16."""
     w = weight("mxfp4", 8, 64)
     scale = torch.full((8, 2), 127 + 15, dtype=torch.uint8)  # 6 * 2^15 is beyond fp16, times 2^-15 it is not
     w = FP4Tensor(w.codes, scale, w.tensor_scale, None, MXFP4, (8,))
     x = torch.full((2, 64), 2.0**-15, dtype=torch.float16)
-    got, refusal = or_refusal(lambda: ops.fp4_matmul(x, weight=w, backend=backend))
-    if got is None:
-        assert "float16" in refusal
-        return
+    got = ops.fp4_matmul(x, weight=w, backend=backend)
     want = (by_hand.numpy(x).astype(np.float64) @ weight_values(w).T).astype(np.float32)
     assert_equal_arrays(got.numpy(), want.astype(np.float16))
 
 
 @every_backend
-def test_an_mxfp4_tensor_scale_that_is_not_one_is_applied_or_refused(backend: str) -> None:
+def test_an_mxfp4_tensor_scale_that_is_not_one_is_applied(backend: str) -> None:
     w = weight("mxfp4", 8, 64)
     w = FP4Tensor(w.codes, w.block_scale, torch.tensor([0.5]), None, MXFP4, (8,))
     x = torch.ones(2, 64)
-    got, refusal = or_refusal(lambda: (w.validate(), ops.fp4_matmul(x, weight=w, backend=backend))[1])
-    if got is None:
-        assert "scale" in refusal
-        return
+    got = ops.fp4_matmul(x, weight=w.validate(), backend=backend)
     assert_equal_arrays(w.dequantize().double().numpy(), weight_values(w) * 0.5)
     assert_equal_arrays(got.double().numpy(), np.ones((2, 64)) @ weight_values(w).T * 0.5)
 

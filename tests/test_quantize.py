@@ -73,7 +73,8 @@ def test_the_folded_weight_undoes_the_transform(transform: str, format: str) -> 
         # 4-bit rounding of Gaussian weights is some 10% off; one left folded would be 50% (dense) to 140% off.
         assert float((weight - exact).norm() / exact.norm()) < 0.17, name
         unfolded.get_submodule(name).weight.data = weight.float()
-    torch.testing.assert_close(run(quantized, ids), run(unfolded, ids), rtol=1e-4, atol=1e-4)
+    # fp32 products of the same values, turned or not, through 14 layers: some 2^-22 of the logits, which are about 1.
+    torch.testing.assert_close(run(quantized, ids), run(unfolded, ids), rtol=0, atol=2.0**-18)
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "tied"])
@@ -116,11 +117,11 @@ def test_mxfp4_needs_no_calibration_and_has_no_tensor_scale() -> None:
 
 
 def test_input_scales_of_a_bf16_model() -> None:
-    """Products in fp32 there: a few bf16 units from the model's own, and the model computes as before."""
+    """Products in fp32 there: some bf16 units of 2^-8 from the model's own, and the model computes as before."""
     model, ids = tiny_model(dtype=torch.bfloat16), tokens()
     want, seen = run(model, ids), input_amax(model, ids)
     (amax,) = calibrate(model, [None], ids, progress=False)
-    assert amax == pytest.approx({name: seen[name] for name in amax}, rel=0.03)
+    assert amax == pytest.approx({name: seen[name] for name in amax}, rel=8 * 2.0**-8)
     assert torch.equal(run(model, ids), want)
 
 
@@ -132,7 +133,8 @@ def test_input_scales_are_those_of_the_turned_inputs(transform: str | None) -> N
     model = quantize(copy.deepcopy(original), "nvfp4", transform, calibration=ids, seed=7, progress=False)
     for name, layer in fp4_layers(model).items():
         want = 2688 / seen[name]
-        assert layer.input_encode_scale.item() == pytest.approx(want, rel=1e-6), name
+        # z and the quotient are rounded to fp32 once each.
+        assert layer.input_encode_scale.item() == pytest.approx(want, rel=2.1 * 2.0**-24), name
 
 
 def test_several_transforms_are_calibrated_in_one_run() -> None:
@@ -149,7 +151,8 @@ def test_several_transforms_are_calibrated_in_one_run() -> None:
 
 @pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
 def test_w4a4_layers_are_close_to_the_original(format: str) -> None:
-    """Each layer on the input it really gets: two roundings of some 10%, whatever the transform."""
+    """Each layer on the input it really gets: two roundings that know nothing of each other, 10% each (NVFP4) or 12%
+    (MXFP4), and more where a dense transform's inverse carries the weight's: 1.3 times at most for the one here."""
     original, ids = tiny_model(), tokens()
     for transform in TRANSFORMS.values():
         model = quantize(copy.deepcopy(original), format, transform, calibration=ids, progress=False)
@@ -157,7 +160,8 @@ def test_w4a4_layers_are_close_to_the_original(format: str) -> None:
 
         def check(layer: FP4Linear, args: tuple[Tensor, ...], output: Tensor, name: str) -> None:
             want = original.get_submodule(name)(args[0])
-            assert float((output - want).norm() / want.norm()) < 0.3, name
+            rounding = {"nvfp4": 0.10, "mxfp4": 0.125}[format]
+            assert float((output - want).norm() / want.norm()) < 1.3 * rounding * 2**0.5, name
 
         for name, layer in layers.items():
             layer.register_forward_hook(partial(check, name=name))

@@ -45,7 +45,8 @@ def test_separate_experts_compute_the_same(kind: str) -> None:
     assert list(blocks) == ["model.layers.0.mlp.experts", "model.layers.1.mlp.experts"]
     for name, block in blocks.items():
         model.set_submodule(name, separate(block, names))
-    torch.testing.assert_close(run(model, ids), want, rtol=1e-5, atol=1e-5)
+    # The order in which experts are added up may differ: two of them a token, so an ulp or two of logits of about 1.
+    torch.testing.assert_close(run(model, ids), want, rtol=0, atol=2.0**-20)
 
 
 def test_experts_are_layers_of_their_own() -> None:
@@ -58,7 +59,7 @@ def test_experts_are_layers_of_their_own() -> None:
         for layer, want in ((expert.gate_proj, fused[i, :64]), (expert.up_proj, fused[i, 64:])):
             assert isinstance(layer, FP4Linear)
             error = (layer.weight_tensor().dequantize() - want).norm() / want.norm()
-            assert float(error) < 0.15
+            assert 0.08 < float(error) < 0.11, "NVFP4 rounds 9.5% of Gaussian values away; another expert's are at 1.4"
         assert expert.gate_proj.encode_scale == expert.up_proj.encode_scale
         assert expert.gate_proj.input_encode_scale == expert.up_proj.input_encode_scale
     assert type(model.model.layers[0].mlp.gate).__name__ == "Qwen3MoeTopKRouter"

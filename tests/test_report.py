@@ -121,14 +121,19 @@ def test_findings_call_noise_noise(result: Comparison) -> None:
     assert "no clear difference" in findings(result)[1]
 
 
-def test_the_table_fits_a_terminal(result: Comparison) -> None:
+@pytest.mark.parametrize(("width", "left_out"), [(80, ""), (60, "MB, same top"), (30, "MB, same top, ± s.e., KL")])
+def test_the_table_fits_a_terminal(width: int, left_out: str, result: Comparison) -> None:
     from rich.console import Console
 
-    console = Console(width=80, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console = Console(width=width, record=True, soft_wrap=True, file=open("/dev/null", "w"))  # noqa: SIM115
     console.print(comparison_table(result))
     lines = console.export_text().splitlines()
     assert "…" not in "".join(lines)
-    assert any("MXFP4" in line and "hadamard:32" in line and "0.250" in line for line in lines)
+    row = next(line for line in lines if "MXFP4" in line and "hadamard:32" in line)
+    assert ("0.250" in row) == ("KL" not in left_out)
+    assert lines[-1] == f"(no room for: {left_out})" if left_out else "no room" not in lines[-1]
+    # The title goes over the edge, and names and perplexity are never dropped.
+    assert width < 60 or max(map(len, lines[1:])) <= width
 
 
 def test_results_are_written_for_machines(result: Comparison, tmp_path: Path) -> None:

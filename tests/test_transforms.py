@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import by_hand
-from comparing import assert_refused, or_refusal
+from comparing import assert_refused
 from quarterturn import Transform, hadamard, matrix, random_hadamard
 
 
@@ -23,6 +23,7 @@ def random_matrix(size: int) -> torch.Tensor:
 
 def close(got: torch.Tensor, want: np.ndarray, tolerance: float = 1e-12) -> None:
     assert got.dtype == torch.float64, f"folding is float64, got {got.dtype}"
+    # Sums of up to 128 float64 products, and an inverse of condition below 10: 128 * 10 * 2^-53 = 1.4e-13.
     assert np.abs(got.numpy() - want).max() <= tolerance * np.abs(want).max()
 
 
@@ -64,17 +65,16 @@ def test_an_order_that_is_no_integer_is_refused(size: object) -> None:
 
 
 def test_every_order_is_orthogonal_or_refused_saying_which_can() -> None:
-    built = []
+    # Neither 2^k (q + 1) nor 2^k 2 (q + 1) of a prime q that Paley's constructions take, see hadamard().
+    out_of_reach = {52, 92, 100, 116, 156, 172, 184, 188, 232, 236, 244}
     for size in range(4, 257, 4):
-        h, refusal = or_refusal(lambda size=size: hadamard(size))
-        if h is None:
-            assert "\n  do " in refusal
+        if size in out_of_reach:
+            assert_refused(lambda size=size: hadamard(size), str(size))
             continue
-        built.append(size)
+        h = hadamard(size)
         assert set(h.matrix.unique().tolist()) == {-1.0, 1.0}
         assert h.factor == 1 / math.sqrt(size)
         np.testing.assert_array_equal((h.matrix @ h.matrix.T).numpy(), size * np.eye(size))
-    assert {4, 8, 16, 32, 64, 128, 256} <= set(built)
 
 
 @pytest.mark.parametrize("size", [16, 32, 64, 128])
@@ -193,18 +193,13 @@ def test_compose_is_self_first() -> None:
     assert np.abs(other - want).max() > 0.1, "the sample does not tell the orders apart"
 
 
-def test_compose_of_two_sizes_is_right_or_refused() -> None:
+def test_compose_of_two_sizes() -> None:
     small, large = hadamard(16), random_hadamard(64, seed=1)
     x = torch.randn(2, 128, dtype=torch.float64)
     want = by_hand.rotate(
         by_hand.rotate(x.numpy(), small.activation_matrix().numpy()), large.activation_matrix().numpy()
     )
-    both, refusal = or_refusal(lambda: small.compose(large))
-    if both is None:
-        assert "16" in refusal
-        assert "64" in refusal
-    else:
-        close(both.apply(x), want)
+    close(small.compose(large).apply(x), want)
 
 
 @pytest.mark.parametrize("width", [6144, 3584])

@@ -145,7 +145,7 @@ def out_dtype(op: str, out_dtype: torch.dtype, fmt: FP4Format | None = None) -> 
             needs=[("bfloat16, float16 or float32", str(out_dtype))],
             do="choose one of them",
         )
-    if fmt is not None and not fmt.has_tensor_scale and out_dtype == torch.float16:
+    if fmt is not None and fmt.has_e8m0_scale and out_dtype == torch.float16:
         raise refusal(
             op,
             "MXFP4 values can overflow float16.",

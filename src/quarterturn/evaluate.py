@@ -9,7 +9,6 @@ nats per token. Likelihoods are taken in fp32 and summed in float64.
 from __future__ import annotations
 
 import math
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,6 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from .errors import refusal
+from .integrations.models import check_tokens, context_length, refuse_encoder_decoder
+from .machine import peak_memory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -127,14 +128,10 @@ def cut_windows(ids: Tensor, window: int, context: int | None = None) -> Tensor:
     return ids[: ids.numel() // window * window].view(-1, window)
 
 
-def context_length(model: PreTrainedModel) -> int | None:
-    """The longest sequence the model's config allows, None where it does not say."""
-    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
-
-
 @torch.inference_mode()
 def window_logits(model: PreTrainedModel, window: Tensor) -> Tensor:
-    """Token ids (W,) -> fp32 logits (W, vocabulary) on the model's device."""
+    """Token ids (W,) -> fp32 logits (W, vocabulary) on the model's device. Raises Refusal past the model's context."""
+    check_tokens("evaluate", model, window, do="judge on shorter windows")
     return model(input_ids=window[None].to(model.device), use_cache=False).logits[0].float()
 
 
@@ -151,8 +148,10 @@ def judge(
     """Perplexity of token ids (T,), and KL and agreement against `reference` in the same pass.
 
     keep: where to store this model's logits, for it to be the reference of others. advance: called with the number of
-    tokens after every window. Raises Refusal where the ids fill no window, or the two vocabularies differ.
+    tokens after every window. Raises Refusal where the ids fill no window or are not the model's, where the two
+    vocabularies differ, and for encoder-decoder models.
     """
+    refuse_encoder_decoder("evaluate", model, "judge it by its own task")
     cut = cut_windows(ids, window, context_length(model))
     nlls: list[float] = []
     divergence, agreed, seconds = 0.0, 0, 0.0
@@ -225,7 +224,12 @@ def _kl(original: Tensor, model: Tensor) -> tuple[float, int]:
 
 @torch.inference_mode()
 def speed(model: PreTrainedModel, prompt: Tensor, new_tokens: int = 32) -> Speed:
-    """Time one sequence: the prompt (int64 (T,)) at once, then `new_tokens` greedy steps with a cache, no early end."""
+    """Time one sequence: the prompt (int64 (T,)) at once, then `new_tokens` greedy steps with a cache, no early end.
+
+    Raises Refusal for encoder-decoder models, and where prompt and new tokens are longer than the model's context.
+    """
+    refuse_encoder_decoder("evaluate", model, "time its own task")
+    check_tokens("evaluate", model, prompt, new_tokens, do="time a shorter prompt, or fewer new tokens")
     ids = prompt[None].to(model.device)
     model(input_ids=ids[:, :8], use_cache=True)
     began = _now(model.device)
@@ -243,29 +247,6 @@ def _now(device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
-
-
-def peak_memory() -> dict[str, int]:
-    """Bytes: the most this process has held in main memory ('host') and, where used, on each CUDA device."""
-    peaks = {"host": _host_peak()}
-    if torch.cuda.is_available():
-        for index in range(torch.cuda.device_count()):
-            if used := torch.cuda.max_memory_allocated(index):
-                peaks[f"cuda:{index}"] = used
-    return peaks
-
-
-def _host_peak() -> int:
-    try:
-        # getrusage's figure is inherited from the process that started this one; the kernel's own is not.
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
-    except (OSError, StopIteration):
-        import resource
-
-        # Linux counts in KiB, macOS in bytes.
-        unit = 1 if sys.platform == "darwin" else 1024
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def layer_errors(
@@ -346,6 +327,7 @@ def _run(model: PreTrainedModel, windows: Tensor, names: Sequence[str], advance:
     prefix = model.base_model_prefix
     inside = all(name.startswith(f"{prefix}.") for name in names)
     body = getattr(model, prefix, model) if inside else model
+    check_tokens("evaluate", model, windows, do="run shorter windows")
     for window in windows:
         body(input_ids=window[None].to(model.device), use_cache=False)
         advance(window.numel())
@@ -363,3 +345,23 @@ def _hooks(hooks: Mapping[nn.Module, Callable[..., None]]) -> Iterator[None]:
 
 def _device_of(module: nn.Module) -> torch.device:
     return next((t.device for t in (*module.parameters(), *module.buffers())), torch.device("cpu"))
+
+
+__all__ = [
+    "ActivationStatistics",
+    "Judgement",
+    "LiveReference",
+    "Speed",
+    "StoredReference",
+    "activation_statistics",
+    "activations",
+    "cut_windows",
+    "judge",
+    "kl_divergence",
+    "layer_errors",
+    "peak_memory",
+    "perplexity",
+    "relative_change",
+    "speed",
+    "window_logits",
+]

@@ -47,6 +47,11 @@ class FP4Format:
         """Storage per value, block scales included: 4.5 (NVFP4) or 4.25 (MXFP4) bits."""
         return 4 + 8 / self.group_size
 
+    @property
+    def has_e8m0_scale(self) -> bool:
+        """Block scales are powers of two in a byte; else they are E4M3 numbers."""
+        return self.scale_dtype == torch.uint8
+
     def codes_shape(self, rows: int, cols: int) -> tuple[int, int]:
         """Shape of the packed uint8 codes of a (rows, cols) matrix."""
         return rows, cols // 2

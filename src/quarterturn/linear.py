@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from . import ops
+from .absent_weight import AbsentWeight
 from .backends import Blocks, Problem, Quantizer, Selection, Weight, get_backend, select
 from .errors import refusal
 from .formats import E8M0_RULES, RECIPES, FP4Format, get_format
@@ -377,6 +378,12 @@ class FP4Linear(nn.Module):
         super().__setstate__(state)
         self.block_scale = self.block_scale.view(self.format.scale_dtype)
         self.refresh()
+
+    @property
+    def weight(self) -> AbsentWeight:
+        """Not the weight, but its dtype, device and shape for models whose code asks; its values are refused."""
+        dtype = self._stamp.dtype if self._stamp is not None else torch.bfloat16
+        return AbsentWeight(self.name, dtype, self.codes.device, (self.out_features, self.in_features))
 
 
 def _blocks(transform: Transform | None, matrix: Tensor | None) -> Blocks | None:

@@ -146,7 +146,7 @@ def quantize(
     amax = groups.abs().amax(-1) if groups.numel() else groups.sum(-1)
     bad = ~torch.isfinite(groups).all(-1)
     amax = torch.where(bad, torch.zeros_like(amax), amax)
-    if fmt.has_tensor_scale:
+    if not fmt.has_e8m0_scale:
         encode, tensor_scale = encode_scales(z.float(), fmt, encode_scale, recipe)
         scale = e4m3_encode(torch.clamp(encode * (amax * INV6), max=E4M3_MAX))
         decoded = e4m3_decode(scale).float()
@@ -189,7 +189,7 @@ def rotate_quantize(
 def dequantize(codes: Tensor, scale: Tensor, tensor_scale: Tensor | float, format: str | FP4Format) -> Tensor:
     """Packed codes (M, K/2), scale bytes (M, K/g), tensor scale (one, or one a row) -> float64 (M, K)."""
     fmt = get_format(format)
-    decoded = e4m3_decode(scale) if fmt.has_tensor_scale else e8m0_decode(scale)
+    decoded = e8m0_decode(scale) if fmt.has_e8m0_scale else e4m3_decode(scale)
     values = e2m1_decode(unpack(codes)) * decoded.repeat_interleave(fmt.group_size, dim=1)
     return values * torch.as_tensor(tensor_scale).double().reshape(-1, 1)
 

@@ -130,10 +130,10 @@ class FP4Tensor:
             found = f"{self.block_scale.dtype} {tuple(self.block_scale.shape)}"
             return [(f"block_scale {fmt.scale_dtype} {expected}", found)]
         byte = self.block_scale.view(torch.uint8)
-        magnitude = byte & 0x7F if fmt.has_tensor_scale else byte
+        magnitude = byte if fmt.has_e8m0_scale else byte & 0x7F
         if bool((magnitude == fmt.nan_byte).any()):
             return [("block scales that are numbers", f"NaN bytes ({fmt.nan_byte:#x})")]
-        if fmt.has_tensor_scale and bool((byte >= 0x80).any()):
+        if not fmt.has_e8m0_scale and bool((byte >= 0x80).any()):
             return [("block scales that are not negative", "bytes with the sign bit set")]
         return []
 

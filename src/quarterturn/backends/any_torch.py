@@ -18,8 +18,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..formats import E4M3_MAX, E8M0_BIAS, E8M0_NAN, INV6
+from ..formats import E4M3_MAX, E8M0_NAN, INV6
 from ..layouts import get_layout, pack_nibbles
+from ..rounding import e2m1_codes, e2m1_values, e8m0_bytes
 from ..tensor import FP4Tensor, decode_block_scale, decode_codes
 from .compose import epilogue
 from .protocol import Blocks, Problem, Quantizer, Weight
@@ -87,7 +88,7 @@ def rotate_quantize(
         encode, tensor_scale = _encode(z, quantizer)
         tensor_scales.append(tensor_scale)
         scaled, scale[rows], _ = _scaled(z, quantizer, encode, tensor_scale)
-        codes[rows] = _codes(scaled).view(-1, k // 2)
+        codes[rows] = pack_nibbles(e2m1_codes(scaled)).view(-1, k // 2)
     stored = get_layout(scale_layout).forward(scale) if scale_layout != "linear" else scale
     return codes, stored, _tensor_scale(tensor_scales, x, quantizer)
 
@@ -104,7 +105,7 @@ def rotate_quantize_dequantize(
         encode, tensor_scale = _encode(z, quantizer)
         tensor_scales.append(tensor_scale)
         scaled, _, scale = _scaled(z, quantizer, encode, tensor_scale)
-        out[rows] = (_rounded(scaled) * scale.unsqueeze(-1)).view(z.shape)
+        out[rows] = (e2m1_values(scaled) * scale.unsqueeze(-1)).view(z.shape)
     return out, _tensor_scale(tensor_scales, x, quantizer)
 
 
@@ -243,7 +244,7 @@ def _scaled(z: Tensor, quantizer: Quantizer, encode: Tensor, tensor_scale: Tenso
         empty = ~(scale > 0)
         byte = stored.view(torch.uint8)
     else:
-        byte = _e8m0(amax, quantizer.recipe if quantizer.recipe == "qutlass" else quantizer.rule)
+        byte = e8m0_bytes(amax, quantizer.recipe if quantizer.recipe == "qutlass" else quantizer.rule)
         scale = decode_block_scale(byte, fmt)
         # 2^-e of the largest e is subnormal but exact, and z * 2^-e never loses a bit that rounding would see.
         scaled = (groups.double() / scale.double().unsqueeze(-1)).float()
@@ -251,48 +252,3 @@ def _scaled(z: Tensor, quantizer: Quantizer, encode: Tensor, tensor_scale: Tenso
             scaled = scaled.mul_(encode)
         empty = ~(amax > 0) | (byte == E8M0_NAN)
     return scaled.masked_fill_(empty.unsqueeze(-1), 0.0), byte, scale
-
-
-def _e8m0(amax: Tensor, rule: str) -> Tensor:
-    """Scale bytes of fp32 group maxima; byte 255 for those that are not finite, 0 for zero."""
-    finite = amax.isfinite()
-    mantissa, exponent = torch.frexp(
-        torch.where(finite, amax, 1.0).double()
-    )  # amax = mantissa * 2^exponent, in [.5, 1)
-    floor_log2 = exponent - 1
-    if rule == "even":
-        power = floor_log2 + (mantissa >= 0.875) - 2
-    elif rule == "floor":
-        power = floor_log2 - 2
-    elif rule == "ceil":
-        power = floor_log2 + (mantissa > 0.5) - 2
-    elif rule == "qutlass":
-        power = floor_log2
-    else:  # rceil: 6 * 2^e >= amax, and 6 = .75 * 2^3
-        power = exponent - 3 + (mantissa > 0.75)
-    byte = (power.clamp(-E8M0_BIAS, 127) + E8M0_BIAS).masked_fill_(amax == 0, 0).masked_fill_(~finite, E8M0_NAN)
-    return byte.to(torch.uint8)
-
-
-def _steps(scaled: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """|v| in three saturating ramps (0..2, 2..4, 4..6), each rounded half to even in its own step: 0.5, 1, 2.
-
-    The number of steps in each (0..4, 0..2, 0..1) adds up to the code's magnitude, and a tie goes to the even code
-    since each ramp begins at an even code.
-    """
-    a = scaled.abs()
-    first = a.clamp(max=2).mul_(2).round_()
-    second = (a - 2).clamp_(0, 2).round_()
-    third = a.sub_(4).clamp_(0, 2).mul_(0.5).round_()
-    return first, second, third
-
-
-def _codes(scaled: Tensor) -> Tensor:
-    first, second, third = _steps(scaled)
-    magnitude = first.add_(second).add_(third).to(torch.uint8)
-    return pack_nibbles(magnitude | torch.signbit(scaled).to(torch.uint8) << 3)
-
-
-def _rounded(scaled: Tensor) -> Tensor:
-    first, second, third = _steps(scaled)
-    return first.mul_(0.5).add_(second).add_(third, alpha=2).copysign_(scaled)

@@ -74,6 +74,12 @@ def quantization_entry(config: dict[str, Any]) -> dict[str, Any] | None:
     return None
 
 
+def declared_transforms(entry: dict[str, Any]) -> dict[str, Any]:
+    """Scheme name -> its part of a quantization entry, online and folded ones."""
+    found: dict[str, Any] = (entry.get("transform_config") or {}).get("config_groups") or {}
+    return found
+
+
 def parse(entry: dict[str, Any], file: Path) -> QuantConfig:
     """Parse a compressed-tensors entry. Raises CheckpointRefusal, naming the group or scheme, for what is not run."""
     from_ct, transform_class = _classes()

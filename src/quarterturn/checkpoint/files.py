@@ -33,6 +33,30 @@ SINGLE = "model.safetensors"
 WANTED = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
 """What is taken from a hub repository: data only, no code and no pickles."""
 
+TOKENIZER_FILES = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "spiece.model",
+    "*.tiktoken",
+    "chat_template*",
+    "*processor_config.json",
+)
+CHECKPOINT_FILES = (
+    "config.json",
+    "generation_config.json",
+    "*.safetensors",
+    "*.safetensors.index.json",
+    *TOKENIZER_FILES,
+    "*.jinja",
+    "recipe.yaml",
+    "README.md",
+    ".gitattributes",
+)
+"""What a checkpoint's folder may hold: anything else in it is somebody's own."""
+
 
 @dataclass(frozen=True)
 class TensorInfo:

@@ -22,16 +22,29 @@ from .config import (
     Scheme,
     asked_for,
     chosen_group,
+    declared_transforms,
     matches,
     parse,
     quantization_entry,
 )
 from .files import DTYPES, INDEX, SINGLE, TensorInfo, TensorReader, list_tensors, read_json, refuse, resolve
-from .stored import StoredTransform, stored_transforms
+from .stored import StoredMatrix, StoredTransform, stored_transforms
 
 PACKED, SCALE = "weight_packed", "weight_scale"
 WEIGHT_ENCODE, INPUT_ENCODE = "weight_global_scale", "input_global_scale"
-FOREIGN = {"modelopt": "ModelOpt", "fp_quant": "FP-Quant", "nvfp4": "ModelOpt", "quark": "Quark"}
+KINDS = {
+    "modelopt": "ModelOpt (NVIDIA TensorRT Model Optimizer)",
+    "nvfp4": "ModelOpt (NVIDIA TensorRT Model Optimizer)",
+    "quark": "Quark",
+    "fp_quant": "FP-Quant",
+    "unquantized": "unquantized",
+    "gptq": "GPTQ",
+    "awq": "AWQ",
+    "bitsandbytes": "bitsandbytes",
+    "fp8": "FP8",
+    "mxfp4": "MXFP4 of the GPT-OSS kind",
+}
+"""What `recognise` answers, in the words of people; compressed-tensors kinds stand for themselves."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +99,23 @@ class Checkpoint:
     def bias(self, layer: str) -> Tensor | None:
         """The bias of a layer in the file's dtype, (n,), or None."""
         return self.read(f"{layer}.bias") if self.layers[layer].has_bias else None
+
+    def stored_matrix(self, prefix: str) -> StoredMatrix:
+        """The place of a transform's tensors `prefix`.* in a model on the meta device."""
+        names = [name for name in self.tensors if name.startswith(f"{prefix}.")]
+        return StoredMatrix(**{name.removeprefix(f"{prefix}."): self.read(name).to("meta") for name in names})
+
+    def offline_schemes(self, layer: str) -> list[str]:
+        """Schemes that only a layer's weight carries: they cancel between layers, and their matrices are not stored."""
+        entry = quantization_entry(self.config) or {}
+        stand_in = torch.nn.Linear(1, 1, bias=False, device="meta")
+        found = []
+        for scheme, body in declared_transforms(entry).items():
+            for apply in body["apply"]:
+                offline = str(apply["location"]) in OFFLINE and scheme not in self.layers[layer].scheme_names
+                if offline and matches(layer, stand_in, apply["targets"], apply.get("ignore") or ()):
+                    found.append(scheme)
+        return found
 
     def online_transforms(
         self, name: str, module: torch.nn.Module, n: int, k: int, also: str | None = None
@@ -194,7 +224,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
 def _refuse_foreign(kind: str, file: Path) -> None:
     if kind.startswith("compressed-tensors"):
         return
-    named = FOREIGN.get(kind, kind)
+    named = KINDS.get(kind, kind)
     needs = [("quant_method compressed-tensors with an FP4 format", f"{named} ({kind})" if named != kind else named)]
     do = "load it with Transformers as it is" if kind == "unquantized" else f"run it with software that reads {named}"
     raise refuse(file, "this is not a compressed-tensors FP4 checkpoint.", needs, do)
@@ -255,7 +285,7 @@ def _check_tensors(checkpoint: Checkpoint, name: str, group: Group, n: int, k: i
         )
     expected: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {
         PACKED: (("U8",), fmt.codes_shape(n, k)),
-        SCALE: (("F8_E4M3",) if fmt.has_tensor_scale else ("U8",), fmt.scale_shape(n, k)),
+        SCALE: (("U8",) if fmt.has_e8m0_scale else ("F8_E4M3",), fmt.scale_shape(n, k)),
     }
     if fmt.has_tensor_scale:
         expected[WEIGHT_ENCODE] = (("F32",), (1,))

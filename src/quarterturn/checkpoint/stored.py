@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..errors import Refusal
 from ..transforms import Transform
@@ -27,6 +28,20 @@ class StoredTransform:
     inverse: bool
     transform: Transform
     """In the direction of the scheme, before any `inverse` of an apply entry."""
+
+
+class StoredMatrix(nn.Module):
+    """A transform's tensors as a file holds them, so that saving writes them back; nothing computes with them."""
+
+    def __init__(self, **tensors: Tensor) -> None:
+        super().__init__()
+        for name, tensor in tensors.items():
+            self.register_buffer(name, tensor)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> StoredMatrix:
+        """`.to`, `.half` and the like: the device changes, and the file's dtypes stay."""
+        super()._apply(lambda t: t.to(fn(t).device), recurse)
+        return self
 
 
 def stored_transforms(

@@ -118,11 +118,11 @@ def _format_name(format: FP4Format) -> str:
 
 
 def _scheme(group: LayerGroup) -> dict[str, Any]:
-    nvfp4 = group.format.has_tensor_scale
     inputs = None
     if group.activations == "fp4":
         # 'local': block scales are made at run time, the tensor scale is stored.
-        inputs = _arguments(group.format, "local" if nvfp4 else True, "static_minmax" if nvfp4 else None)
+        stored = group.format.has_tensor_scale
+        inputs = _arguments(group.format, "local" if stored else True, "static_minmax" if stored else None)
     return {
         "format": _format_name(group.format),
         "input_activations": inputs,

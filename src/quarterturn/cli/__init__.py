@@ -1,19 +1,45 @@
 """The command `quarterturn`: parses, calls the library, prints.
 
 Results go to stdout (with --json nothing but JSON), progress and errors to stderr. Exit codes: 0 done, 1 refused or
-failed (or, for `verify`, a layer that is not as declared), 2 a wrong command line, 130 interrupted.
+failed (or, for `verify`, a layer that is not as declared), 2 a wrong command line, 130 interrupted, 141 the reader of
+a pipe went away (as `| head` does), which is no error and says nothing.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 
 from ..errors import Refusal, missing_package
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command and leave with its exit code; every error is one paragraph on stderr."""
+    try:
+        try:
+            _run(arguments)
+        finally:
+            # Here, and not when the interpreter ends, where a closed pipe would be noise.
+            sys.stdout.flush()
+    except BaseException as end:
+        if not _pipe_closed(end):
+            raise
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        sys.exit(141)
+
+
+def _pipe_closed(end: BaseException | None) -> bool:
+    """Whether an exit goes back to a closed pipe: typer and rich turn those into exits of their own."""
+    while end is not None and not isinstance(end, BrokenPipeError):
+        end = end.__context__
+    return end is not None
+
+
+def _run(arguments: Sequence[str] | None) -> None:
     try:
         from .app import app
     except ImportError as error:
@@ -27,6 +53,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         app([argument for argument in arguments if argument != "--debug"], prog_name="quarterturn")
     except KeyboardInterrupt:
         sys.exit(130)
+    except BrokenPipeError:
+        raise
     except (Refusal, OSError) as error:
         _fail(str(error) or type(error).__name__, debug)
     except Exception as error:

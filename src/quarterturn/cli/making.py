@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from ..checkpoint import resolve
-from ..errors import missing_package, refusal
+from ..errors import missing_package
 from ..formats import FORMATS
 from .common import err, out, print_json, progress, quiet, read_text, size, token_ids, tokenizer_of, work
 
@@ -62,8 +62,8 @@ def quantize(
         )
     written = sum(file.stat().st_size for file in output.glob("*.safetensors"))
     for note in getattr(made, "quantization_notes", ()):
-        err.print(f"note: {note}", markup=False)
-    out.print(f"{output}: {size(written)}, {time.perf_counter() - began:.0f} s", markup=False)
+        err.print(f"note: {note}")
+    out.print(f"{output}: {size(written)}, {time.perf_counter() - began:.0f} s")
 
 
 def _pieces(text: str, count: int = 8) -> list[str]:
@@ -89,10 +89,14 @@ def compare(
     """Try formats and transforms on a model: one table, plots, and one HTML page."""
     quiet()
     _need_matplotlib()
+    from ..compare import planned
+
+    named = _list(formats), _list(transforms)
+    planned(*named, activations)
     content = None if text is None else read_text(text)
     texts = None if calibration is None else _pieces(read_text(calibration))
-    _compare(resolve(model), out_, _list(formats, tuple(FORMATS), "format"), _list(transforms, None, "transform"),
-             activations, content, str(text), texts, tokens, window, prompt, overwrite, as_json)  # fmt: skip
+    _compare(resolve(model), out_, *named, activations, content, str(text), texts, tokens, window, prompt, overwrite,
+             as_json)  # fmt: skip
 
 
 def demo(
@@ -128,9 +132,11 @@ def _compare(
     overwrite: bool,
     as_json: bool,
 ) -> None:
+    from rich.text import Text
+
     from ..compare import compare as run
-    from ..demo_model import held_out_text
     from ..report import comparison_table, findings, write_page
+    from ..texts import held_out_text
 
     began = time.perf_counter()
     ids = token_ids(tokenizer_of(model), content or held_out_text(), tokens)
@@ -147,12 +153,12 @@ def _compare(
     out.print(comparison_table(result))
     out.print()
     for sentence in findings(result):
-        out.print(sentence, markup=False)
+        out.print(sentence)
     out.print()
     for variant in result.variants:
-        out.print(f"[bold]{variant.label}[/bold]  {variant.ran}")
-        out.print(f"  {variant.sample}", markup=False)
-    out.print(f"\n{time.perf_counter() - began:.0f} s. The page: {page.resolve()}", markup=False, soft_wrap=True)
+        out.print(Text.assemble((variant.label, "bold"), f"  {variant.ran}"))
+        out.print(f"  {variant.sample}")
+    out.print(f"\n{time.perf_counter() - began:.0f} s. The page: {page.resolve()}")
 
 
 def _need_matplotlib() -> None:
@@ -163,14 +169,8 @@ def _need_matplotlib() -> None:
         raise missing_package("report", "matplotlib", "pip install 'quarterturn[report]'")
 
 
-def _list(text: str, known: tuple[str, ...] | None, word: str) -> list[str]:
-    names = [name.strip() for name in text.split(",") if name.strip()]
-    strange = [name for name in names if known is not None and name not in known]
-    if not names or strange or len(set(names)) < len(names):
-        raise refusal("compare", f"this is no list of {word}s.",
-                      needs=[(f"different names of {', '.join(known or ('none', 'hadamard:16'))}", repr(text))],
-                      do="separate them by commas")  # fmt: skip
-    return names
+def _list(text: str) -> list[str]:
+    return [name.strip().lower() for name in text.split(",") if name.strip()]
 
 
 __all__ = ["compare", "demo", "print_json", "quantize"]

@@ -51,11 +51,14 @@ def generate(
     from transformers import TextStreamer
 
     from ..compare import encode_prompt
+    from ..integrations.models import check_tokens
 
     tokenizer = tokenizer_of(resolve(path))
     with work(f"loading {path}"):
         model = open_model(path, device, dtype, activations, backend, weights)
     inputs = tokenizer(prompt, return_tensors="pt") if raw else encode_prompt(tokenizer, prompt)
+    do = "shorten the prompt, or pass a smaller --max-new-tokens"
+    check_tokens("generate", model, inputs["input_ids"], max_new_tokens, do=do)
     sampling: dict[str, Any] = {"do_sample": temperature > 0}
     if temperature > 0:
         sampling["temperature"] = temperature
@@ -72,17 +75,15 @@ def open_model(
     weights: str = "auto",
 ) -> PreTrainedModel:
     """A checkpoint through quarterturn.load; an unquantized model through Transformers."""
+    from ..integrations.models import load_original
     from ..integrations.transformers import load
 
     if device != "auto":
         _check_device(device)
     if recognise(path) != "unquantized":
         return load(path, device=device, dtype=dtype, activations=activations, backend=backend, weights=weights)
-    from transformers import AutoModelForCausalLM
-
     target = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
-    folder = resolve(path)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, use_safetensors=True)
+    model = load_original("load", resolve(path), dtype)
     opened: PreTrainedModel = model.to(target).eval().requires_grad_(False)
     return opened
 
@@ -114,15 +115,19 @@ def evaluate(
 ) -> None:
     """Judge a model on a text: perplexity, divergence from the original, tokens per second, memory."""
     quiet()
-    from ..demo_model import held_out_text
-    from ..evaluate import LiveReference, cut_windows, judge, peak_memory, speed
+    from ..evaluate import LiveReference, cut_windows, judge, speed
+    from ..integrations.models import check_tokens, context_length
+    from ..machine import peak_memory
+    from ..texts import held_out_text
 
     content = read_text(text) if text is not None else held_out_text()
     ids = token_ids(tokenizer_of(resolve(path), against), content, tokens)
     cut_windows(ids, window)
     with work(f"loading {path}"):
         model = open_model(path, device, dtype, activations, backend, weights)
-    fast = speed(model, ids[: min(window, 256)], new_tokens)
+    check_tokens("evaluate", model, ids[:window], do="pass a smaller --window")
+    room = (context_length(model) or 256 + new_tokens) - new_tokens
+    fast = speed(model, ids[: max(1, min(window, 256, room))], new_tokens)
     memory = peak_memory()
     reference = None
     if against is not None:
@@ -158,7 +163,10 @@ def _show_judgement(judgement: Judgement, fast: Speed, memory: dict[str, int], r
 
 
 def verify(path: Path_, against: Against, as_json: Json = False) -> None:
-    """Check that each layer's weights carry the transforms that the config declares. Exit code 1 where one does not."""
+    """Check each layer's weights against the original, behind the transforms that the config declares.
+
+    Exit code 1 where a layer is not as declared, by a wrong factor or single rows too.
+    """
     quiet()
     from ..checkpoint import open_checkpoint
     from ..verify import verify as run
@@ -167,8 +175,7 @@ def verify(path: Path_, against: Against, as_json: Json = False) -> None:
         step = track("comparing layers", len(open_checkpoint(path).layers))
         result = run(path, against, lambda layer: step(1))
     if as_json:
-        layers = [asdict(v) | {k: _number(getattr(v, k)) for k in ("error", "declared", "yardstick")}
-                  for v in result.layers]  # fmt: skip
+        layers = [asdict(v) for v in result.layers]
         print_json({"path": path, "against": against, "ok": result.ok, "layers": layers, "changed": result.changed})
     else:
         _show_verdicts(result)
@@ -176,24 +183,22 @@ def verify(path: Path_, against: Against, as_json: Json = False) -> None:
         raise typer.Exit(1)
 
 
-def _number(value: float) -> float | None:
-    # JSON has no NaN.
-    return value if math.isfinite(value) else None
-
-
 def _show_verdicts(result: Any) -> None:
     counts = Counter(v.verdict for v in result.layers)
     for verdict, count in counts.most_common():
         of_kind = [v for v in result.layers if v.verdict == verdict]
         colour = "green" if verdict == "ok" else "yellow" if verdict == "cannot tell" else "red"
-        out.print(f"  [{colour}]{count:>4} {verdict}[/{colour}]")
-        for detail, group in _by_detail(of_kind).items():
+        out.print(f"  {count:>4} {verdict}", style=colour)
+        groups = _by_detail(of_kind)
+        for detail, group in list(groups.items())[:8]:
             worst = max((v.error for v in group if math.isfinite(v.error)), default=math.nan)
             rounding = max((v.yardstick for v in group if math.isfinite(v.yardstick)), default=math.nan)
             figures = f" (error up to {worst:.3f}; rounding alone {rounding:.3f})" if math.isfinite(worst) else ""
-            out.print(f"       {detail}{figures}", markup=False)
+            out.print(f"       {detail}{figures}")
             if verdict != "ok":
                 _show_names([v.layer for v in group])
+        if len(groups) > 8:
+            out.print(f"       and {len(groups) - 8} other findings of this kind (--json lists all)")
     if result.changed:
         out.print(f"  {len(result.changed)} unquantized tensors are not the original's:")
         _show_names(result.changed)
@@ -208,7 +213,7 @@ def _by_detail(verdicts: list[Any]) -> dict[str, list[Any]]:
 
 def _show_names(names: list[str], most: int = 8) -> None:
     for name in names[:most]:
-        out.print(f"         {name}", markup=False)
+        out.print(f"         {name}")
     if len(names) > most:
         out.print(f"         and {len(names) - most} more (--json lists all)")
 

@@ -11,26 +11,12 @@ from ..checkpoint import Checkpoint, LayerSpec
 from ..checkpoint.config import asked_for, matches
 from ..checkpoint.files import refuse
 from ..checkpoint.read import INPUT_ENCODE, PACKED, SCALE, WEIGHT_ENCODE
+from ..checkpoint.stored import StoredMatrix
 from ..linear import FP4Linear, RotatedLinear
 from .experts import cannot_separate, expert_names, fused_experts, separate
 
 RENAMED = {PACKED: "codes", SCALE: "block_scale", WEIGHT_ENCODE: "encode_scale", INPUT_ENCODE: "input_encode_scale"}
 """What the tensors of a file are called in FP4Linear."""
-
-
-class StoredMatrix(nn.Module):
-    """The matrix of a transform as the file holds it, so that saving writes it back; nothing computes with it."""
-
-    def __init__(self, checkpoint: Checkpoint, prefix: str) -> None:
-        super().__init__()
-        for name, info in checkpoint.tensors.items():
-            if name.startswith(f"{prefix}."):
-                self.register_buffer(name.removeprefix(f"{prefix}."), checkpoint.read(name).to("meta"))
-                assert info.shape
-
-    def _apply(self, fn: Any, recurse: bool = True) -> StoredMatrix:
-        super()._apply(lambda t: t.to(fn(t).device), recurse)
-        return self
 
 
 class Builder:
@@ -52,7 +38,7 @@ class Builder:
             target = to_module(name)
             layer = self._layer(spec, modules.get(target), target)
             for child in owners.pop(name, []):
-                layer.add_module(child, StoredMatrix(self.checkpoint, f"{name}.{child}"))
+                layer.add_module(child, self.checkpoint.stored_matrix(f"{name}.{child}"))
             model.set_submodule(target, layer)
         self._rest(model, owners, to_module)
 
@@ -175,7 +161,7 @@ class Builder:
             holder = dict(model.named_modules()).get(to_module(owner))
             for child in children:
                 if holder is not None:
-                    holder.add_module(child, StoredMatrix(checkpoint, f"{owner}.{child}"))
+                    holder.add_module(child, checkpoint.stored_matrix(f"{owner}.{child}"))
 
     def _rotate_unquantized(self, model: Any, name: str, in_file: str, module: nn.Module) -> None:
         if isinstance(module, nn.Linear):

@@ -10,7 +10,10 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ..checkpoint import Checkpoint
 from ..checkpoint.config import quantization_entry
+from ..checkpoint.files import refuse
+from ..linear import FP4Linear
 from .builder import Builder
+from .weight_readers import weight_readers
 
 METHOD = "quarterturn"
 
@@ -47,6 +50,15 @@ class QuarterturnQuantizer(HfQuantizer):
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         self.builder.build(model)
+        layers = [name for name, module in model.named_modules() if isinstance(module, FP4Linear)]
+        for name, method in weight_readers(model, layers).items():
+            raise refuse(
+                self.builder.checkpoint.path,
+                "the model's code uses the weight of this layer itself, which the file holds in 4 bits.",
+                [("a layer that is called, so that its input can be rounded and turned", f"its weight in {method}")],
+                "make the checkpoint with this layer in ignore",
+                layer=name,
+            )
         return model
 
     def update_weight_conversions(self, weight_conversions: list[Any], *_: Any) -> list[Any]:

@@ -18,17 +18,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import Refusal, missing_package, refusal
+from ..checkpoint.files import TOKENIZER_FILES
+from ..checkpoint.save import check_shard_size
+from ..errors import refusal
 from ..formats import FP4Format, get_format
+from ..integrations.models import context_length, load_original, refuse_encoder_decoder, vocabulary
 from ..linear import ACTIVATIONS, FP4Linear
+from ..texts import builtin_text
 from ..transforms import Transform
-from .atomic import TOKENIZER_FILES, new_folder
+from .atomic import new_folder
 from .calibration import (
     Texts,
-    builtin_text,
     check_sizes,
     collect_amax,
-    context_length,
     given_amax,
     share_amax,
     token_batches,
@@ -36,7 +38,7 @@ from .calibration import (
 from .prepare import prepared
 from .rtn import encode_scale, fold_weight, round_to_nearest, weight_amax
 from .walk import TransformLike, plan_transforms, shared_groups
-from .writer import check_shard_size, make_saveable, save_checkpoint, write_files
+from .writer import make_saveable, save_checkpoint, write_files
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -157,21 +159,11 @@ def _resolve(model: PreTrainedModel | str | Path, tokenizer: Any) -> tuple[Any, 
     """The model, loaded where a place was given, and its tokenizer where there is one."""
     if not isinstance(model, (str, Path)):
         return model, tokenizer
-    try:
-        from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-    except ImportError:
-        raise missing_package("quantize", "transformers", "pip install 'transformers>=5.17'") from None
     place = str(model)
-    try:
-        config = AutoConfig.from_pretrained(place)
-    except (OSError, ValueError) as error:
-        raise _no_model(place, error) from error
-    _check_unquantized(config)
-    try:
-        loaded = AutoModelForCausalLM.from_pretrained(place, config=config, dtype="auto", use_safetensors=True)
-    except (OSError, ValueError) as error:
-        raise _no_model(place, error) from error
+    loaded = load_original("quantize", place)
     if tokenizer is None and _has_tokenizer(Path(place)):
+        from transformers import AutoTokenizer
+
         try:
             tokenizer = AutoTokenizer.from_pretrained(place)
         except (OSError, ValueError):
@@ -190,35 +182,10 @@ def _has_tokenizer(place: Path) -> bool:
     )
 
 
-def _no_model(place: str, error: Exception) -> Refusal:
-    return refusal(
-        "quantize",
-        "there is no causal language model here that can be loaded.",
-        file=place,
-        needs=[("config.json and safetensors files of one", str(error).strip().splitlines()[0])],
-        do="check the path",
-    )
-
-
-def _check_unquantized(config: Any) -> None:
-    present = getattr(config, "quantization_config", None)
-    if present:
-        method = present.get("quant_method") if isinstance(present, dict) else getattr(present, "quant_method", "?")
-        raise refusal(
-            "quantize",
-            "the model is quantized already.",
-            needs=[("a model in floating point", f"quantization_config of '{method}'")],
-            do="start from the original model",
-        )
-
-
-def _vocabulary(model: Any) -> int | None:
-    embedding = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
-    return embedding.weight.shape[0] if embedding is not None else None
-
-
 def _batches(model: Any, calibration: Any, tokenizer: Any, samples: int, length: int) -> list[Tensor]:
-    return token_batches(calibration, tokenizer, _vocabulary(model), samples, length, context_length(model))
+    do = "quantize in a way that needs no calibration: activations='bf16', or mxfp4"
+    refuse_encoder_decoder("quantize", model, do)
+    return token_batches(calibration, tokenizer, vocabulary(model), samples, length, context_length(model))
 
 
 def _check_weights(model: nn.Module, layers: Mapping[str, nn.Linear]) -> None:

@@ -17,31 +17,8 @@ from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
 from pathlib import Path
 
+from ..checkpoint.files import CHECKPOINT_FILES
 from ..errors import Refusal, refusal
-
-TOKENIZER_FILES = (
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.*",
-    "merges.txt",
-    "spiece.model",
-    "*.tiktoken",
-    "chat_template*",
-    "*processor_config.json",
-)
-CHECKPOINT_FILES = (
-    "config.json",
-    "generation_config.json",
-    "*.safetensors",
-    "*.safetensors.index.json",
-    *TOKENIZER_FILES,
-    "*.jinja",
-    "recipe.yaml",
-    "README.md",
-    ".gitattributes",
-)
-"""What a folder may hold to be replaced: anything else in it is somebody's own."""
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}

@@ -17,22 +17,12 @@ from torch import Tensor, nn
 
 from ..errors import refusal
 from ..ops import rotate
+from ..texts import builtin_text
 from ..transforms import Transform
 from .walk import expert_siblings, shared_groups
 
 Texts = Sequence[str] | Tensor | None
 Transforms = Mapping[str, Transform | None]
-
-
-def builtin_text() -> str:
-    """English prose that every Python has: the second half of the language reference in `pydoc_data.topics`.
-
-    The first half is left for judging, so that a model is not judged by the text that set its scales.
-    """
-    from pydoc_data.topics import topics
-
-    text = "\n\n".join(topics[key] for key in sorted(topics))
-    return text[len(text) // 2 :]
 
 
 def token_batches(
@@ -85,15 +75,6 @@ def check_sizes(samples: int, length: int) -> None:
     wrong = [(f"{n} of at least 1", str(v)) for n, v in (("samples", samples), ("sequence_length", length)) if v < 1]
     if wrong:
         raise refusal("quantize", "the calibration would hold no tokens.", needs=wrong, do="give positive numbers")
-
-
-def context_length(model: Any) -> int | None:
-    """How many positions the model has, where its config says so."""
-    config: Any = getattr(model, "config", None)
-    if hasattr(config, "get_text_config"):
-        config = config.get_text_config()
-    length = getattr(config, "max_position_embeddings", None)
-    return length if isinstance(length, int) and length > 0 else None
 
 
 def given_amax(calibration: Mapping[str, float]) -> dict[str, float]:

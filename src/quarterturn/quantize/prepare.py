@@ -11,6 +11,7 @@ from torch import nn
 from ..errors import refusal
 from ..formats import FP4Format
 from ..integrations.experts import cannot_separate, expert_names, fused_experts, separate
+from ..integrations.weight_readers import weight_readers
 from ..linear import FP4Linear
 from .walk import Selection, layer_matcher, select_layers
 
@@ -31,6 +32,7 @@ def prepared(model: nn.Module, format: FP4Format, targets: Sequence[str], ignore
             model.set_submodule(name, separate(experts, names))
         model.eval()
         selection = select_layers(model, format, targets, ignore)
+        _check_weights_are_called(model, selection)
         # Dropped when the selection is settled: the separate layers are views, which then go one by one.
         selection.replaced = fused
         yield selection
@@ -51,6 +53,17 @@ def _check_model(model: nn.Module) -> None:
             layer=quantized,
             needs=[("a model in floating point", "FP4Linear layers" if quantized else "a quantization_config")],
             do="start from the original model",
+        )
+
+
+def _check_weights_are_called(model: nn.Module, selection: Selection) -> None:
+    for name, method in weight_readers(model, selection.layers).items():
+        raise refusal(
+            "quantize",
+            "the model's code uses the weight of this layer itself.",
+            layer=name,
+            needs=[("a layer that is called, so that its input can be rounded and turned", f"its weight in {method}")],
+            do=f"put it into ignore: 're:.*{name.rsplit('.', 1)[-1]}$'",
         )
 
 

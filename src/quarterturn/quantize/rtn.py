@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from ..errors import refusal
-from ..formats import E2M1_MAX, E4M3_MAX, E8M0_BIAS, FP4Format
+from ..formats import E2M1_MAX, E4M3_MAX, FP4Format
 from ..layouts import pack_nibbles
+from ..rounding import e2m1_codes, e8m0_bytes
 from ..tensor import FP4Tensor, decode_block_scale
 from ..transforms import Transform
 
@@ -78,9 +79,11 @@ def round_to_nearest(weight: Tensor, format: FP4Format, encode: Tensor | None = 
             scales[rows] = _e4m3_bytes(encode * (amax / E2M1_MAX))
             divisor = decode_block_scale(scales[rows], format) / encode
         else:
-            scales[rows] = _e8m0_even_bytes(amax)
+            scales[rows] = e8m0_bytes(amax, "even")
             divisor = decode_block_scale(scales[rows], format)
-        codes[rows] = pack_nibbles(_e2m1_codes(groups, divisor.where(amax > 0, 0).unsqueeze(-1)).flatten(-2))
+        empty = (amax == 0) | (divisor == 0)
+        scaled = (groups / divisor.unsqueeze(-1)).masked_fill_(empty.unsqueeze(-1), 0.0)
+        codes[rows] = pack_nibbles(e2m1_codes(scaled).flatten(-2))
     return FP4Tensor.from_encode(
         codes, scales.view(format.scale_dtype), encode if format.has_tensor_scale else None, format
     )
@@ -94,24 +97,3 @@ def _row_chunks(rows: int, cols: int) -> Iterator[slice]:
 def _e4m3_bytes(values: Tensor) -> Tensor:
     # Clamped first: what a cast makes of values over 448 depends on the version of torch.
     return values.clamp(max=E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
-
-
-def _e8m0_even_bytes(amax: Tensor) -> Tensor:
-    """The exponent of amax after rounding its mantissa up from 1.75, less 2 (the exponent of E2M1's largest value)."""
-    exponent = (amax.view(torch.int32) + (1 << 21)) >> 23
-    return (exponent - 2).clamp(0, 2 * E8M0_BIAS).to(torch.uint8)
-
-
-def _e2m1_codes(groups: Tensor, divisor: Tensor) -> Tensor:
-    """Codes 0..15 of groups / divisor, uint8; all 0 where the divisor is 0."""
-    magnitude = (groups / divisor).abs_()
-    # Ties go to the even code: half of them up, half down.
-    codes = (magnitude > 0.25).to(torch.uint8)
-    codes += magnitude >= 0.75
-    codes += magnitude > 1.25
-    codes += magnitude >= 1.75
-    codes += magnitude > 2.5
-    codes += magnitude >= 3.5
-    codes += magnitude > 5.0
-    codes += torch.signbit(groups).to(torch.uint8) << 3
-    return codes * (divisor > 0)

@@ -219,6 +219,14 @@ def is_hadamard(transform: Transform) -> bool:
     return torch.equal(m @ m.T, size * torch.eye(size, dtype=m.dtype, device=m.device))
 
 
+def full_name(spec: str, format: FP4Format) -> str:
+    """A named transform with its size written out: 'hadamard' of NVFP4 is 'hadamard:16'. Raises Refusal as above."""
+    if spec == "none":
+        return spec
+    _, size = _parse(spec, format, 0)
+    return f"{spec.partition(':')[0]}:{'full' if size is None else size}"
+
+
 def _parse(spec: str, format: FP4Format, seed: int) -> tuple[Callable[[int], Transform], int | None]:
     kind, _, text = spec.partition(":")
     makers = {"hadamard": hadamard, "random-hadamard": lambda size: random_hadamard(size, seed)}

@@ -8,9 +8,7 @@ own `save_pretrained` does it; that works on the model too, with the same tensor
 from __future__ import annotations
 
 import copy
-import json
 import re
-import shutil
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..checkpoint.config import declared_transforms
+from ..checkpoint.save import check_shard_size, write_json, write_tensors, write_tokenizer
+from ..checkpoint.stored import StoredMatrix
 from ..checkpoint.write import (
     LayerGroup,
     TransformGroup,
@@ -31,7 +32,7 @@ from ..integrations.builder import RENAMED
 from ..integrations.experts import fused_experts
 from ..linear import FP4Linear, RotatedLinear
 from ..transforms import Transform
-from .atomic import TOKENIZER_FILES, new_folder
+from .atomic import new_folder
 
 
 def save_checkpoint(
@@ -61,29 +62,13 @@ def write_files(
 ) -> None:
     """Everything that save_checkpoint writes, into a folder that is there."""
     layers, transforms, config = _described(model)
-    _write_shards(_tensors(model, layers, transforms), folder, max_shard_size)
+    write_tensors(_tensors(model, layers, transforms), folder, max_shard_size)
     config.save_pretrained(folder)
     generation = getattr(model, "generation_config", None)
     if generation is not None:
         # Sampling settings that Transformers finds odd are the model's own affair: they are kept, not judged.
-        _write_json(folder / "generation_config.json", generation.to_diff_dict())
-    _write_tokenizer(folder, tokenizer, source)
-
-
-def check_shard_size(size: int | str) -> None:
-    """Raise Refusal for what is no size of a file."""
-    if isinstance(size, str):
-        found = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*[KMGT]B\s*", size, re.IGNORECASE)
-        positive = found is not None and float(found[1]) > 0
-    else:
-        positive = isinstance(size, int) and not isinstance(size, bool) and size > 0
-    if not positive:
-        raise refusal(
-            "save",
-            "this is no size of a file.",
-            needs=[("max_shard_size in bytes, or text with KB, MB, GB or TB", repr(size))],
-            do="write something like '5GB'",
-        )
+        write_json(folder / "generation_config.json", generation.to_diff_dict())
+    write_tokenizer(folder, tokenizer, source)
 
 
 def make_saveable(model: Any) -> None:
@@ -95,24 +80,12 @@ def make_saveable(model: Any) -> None:
 
     _, transforms, config = _described(model)
     for group, first in transforms:
-        model.get_submodule(first).add_module(f"{group.scheme}_{group.location}", StoredMatrix(group.transform))
+        model.get_submodule(first).add_module(
+            f"{group.scheme}_{group.location}", StoredMatrix(weight=stored_matrix(group.transform))
+        )
     renamings = [WeightRenaming(rf"\.{theirs}", f".{ours}") for theirs, ours in RENAMED.items()]
     model._weight_conversions = _conversions(model) + renamings
     model.config.quantization_config = config.quantization_config
-
-
-class StoredMatrix(nn.Module):
-    """A transform's matrix as a file holds it; nothing computes with it, and it stays float64."""
-
-    weight: Tensor
-
-    def __init__(self, transform: Transform) -> None:
-        super().__init__()
-        self.register_buffer("weight", stored_matrix(transform))
-
-    def _apply(self, fn: Any, recurse: bool = True) -> StoredMatrix:
-        super()._apply(lambda t: t.to(fn(t).device), recurse)
-        return self
 
 
 def _described(model: Any) -> tuple[dict[str, FP4Linear], list[tuple[TransformGroup, str]], Any]:
@@ -146,7 +119,7 @@ def _check_layers(model: nn.Module, layers: Mapping[str, FP4Linear]) -> None:
         needs = []
         if layer.codes.device.type == "meta":
             needs.append(("weights in memory", "the meta device"))
-        if not layer.format.has_tensor_scale and layer.rule != "even":
+        if layer.format.has_e8m0_scale and layer.rule != "even":
             needs.append(("the scale rule 'even', which such files mean", f"'{layer.rule}'"))
         if layer.format.has_tensor_scale and layer.activations == "fp4" and layer.input_encode_scale is None:
             needs.append(("an input scale", f"none (recipe '{layer.recipe}')"))
@@ -164,7 +137,7 @@ def _check_nothing_lost(model: Any, transforms: list[tuple[TransformGroup, str]]
     """A loaded file can declare transforms that were folded away and left no trace in the layers."""
     present = getattr(model.config, "quantization_config", None)
     entry = present if isinstance(present, dict) or present is None else present.to_dict()
-    declared = list(((entry or {}).get("transform_config") or {}).get("config_groups") or {})
+    declared = list(declared_transforms(entry or {}))
     if declared and len(declared) != len(transforms):
         raise refusal(
             "save",
@@ -293,53 +266,3 @@ def _conversions(model: Any) -> list[Any]:
         return list(conversions)
     # Whether a prefix was in the files is known of loaded models alone.
     return [c for c in get_model_conversion_mapping(model, add_legacy=False) if not isinstance(c, PrefixChange)]
-
-
-def _write_shards(tensors: Mapping[str, Tensor], folder: Path, max_shard_size: int | str) -> None:
-    try:
-        from huggingface_hub import split_torch_state_dict_into_shards
-        from safetensors import SafetensorError
-        from safetensors.torch import save_file
-    except ImportError as error:
-        raise missing_package("save", error.name or "safetensors", "pip install safetensors huggingface_hub") from None
-    plan = split_torch_state_dict_into_shards(
-        dict(tensors), filename_pattern="model{suffix}.safetensors", max_shard_size=max_shard_size
-    )
-    for file, names in plan.filename_to_tensors.items():
-        shard = {name: tensors[name].detach().cpu().contiguous() for name in names}
-        try:
-            save_file(_unshared(shard), folder / file, metadata={"format": "pt"})
-        except SafetensorError as error:
-            raise refusal(
-                "save",
-                "a file of the checkpoint could not be written.",
-                file=file,
-                needs=[("room on the disk, and the right to write", str(error))],
-                do="free some room, or name a folder elsewhere",
-            ) from error
-    if plan.is_sharded:
-        index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
-        _write_json(folder / "model.safetensors.index.json", index)
-
-
-def _unshared(shard: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Views of one storage (a scale shared by two layers) become tensors of their own, as the file format wants."""
-    seen: set[int] = set()
-    for name, tensor in shard.items():
-        address = tensor.untyped_storage().data_ptr()
-        if tensor.numel() and (address in seen or tensor.untyped_storage().nbytes() != tensor.nbytes):
-            shard[name] = tensor.clone()
-        seen.add(address)
-    return shard
-
-
-def _write_tokenizer(folder: Path, tokenizer: Any, source: Path | None) -> None:
-    if source is not None and source.is_dir():
-        for file in {f for pattern in TOKENIZER_FILES for f in source.glob(pattern) if f.is_file()}:
-            shutil.copyfile(file, folder / file.name)
-    elif tokenizer is not None:
-        tokenizer.save_pretrained(folder)
-
-
-def _write_json(file: Path, content: Any) -> None:
-    file.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")

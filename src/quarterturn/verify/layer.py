@@ -9,27 +9,24 @@ file or a plain Hadamard) and compared with the decoded weight:
 The yardstick is the error of rounding the declared S to the format here, about 0.1. A right hypothesis comes near it
 (checkpoints made with other roundings reach about twice), a wrong one comes near 1, because a rotated weight has
 almost nothing in common with the weight. Where two different hypotheses fit, or the best is in between, the verdict is
-"cannot tell". The factor c is 1 but for a matrix that was normalised twice or not at all.
+"cannot tell". Where the declared one fits, the factor and the rows are looked at by themselves (rows.py).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .checkpoint import Checkpoint, TensorInfo, open_checkpoint, resolve
-from .checkpoint.config import OFFLINE, matches, quantization_entry
-from .checkpoint.files import list_tensors, read_tensor
-from .errors import refusal
-from .formats import FP4Format
-from .quantize.rtn import round_to_nearest
-from .transforms import Transform, hadamard
+from ..errors import refusal
+from ..formats import FP4Format
+from ..quantize.rtn import round_to_nearest
+from ..transforms import Transform
+from .rows import Rows, examine, listed, sources
 
 OK = "ok"
 NEVER = "transform never applied"
@@ -40,10 +37,10 @@ UNDECLARED = "transform not declared"
 DIFFERENT = "another weight"
 CANNOT_TELL = "cannot tell"
 SCALED = "wrong factor"
+ROWS = "wrong rows"
 
 # In units of the yardstick: a hypothesis fits below the first, and is ruled out above the second (but never above 0.8).
 _FITS, _RULED_OUT = 2.5, 5.0
-_HADAMARD_SIZES = (16, 32, 64, 128)
 _ROWS = 256
 _BIAS_ERROR = 0.02
 
@@ -51,7 +48,8 @@ _BIAS_ERROR = 0.02
 @dataclass(frozen=True)
 class LayerVerdict:
     """What a layer's weights show. error: of the best hypothesis; declared: of the declared one; yardstick: of
-    rounding to the format."""
+    rounding to the format; factor: of the stored weights over the original's; rows: those that are not the original's,
+    where the verdict is about rows."""
 
     layer: str
     verdict: str
@@ -59,6 +57,8 @@ class LayerVerdict:
     error: float
     declared: float
     yardstick: float
+    factor: float = math.nan
+    rows: tuple[int, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -119,13 +119,16 @@ def check_layer(
     def tried(first: _Hypothesis, second: _Hypothesis, rows: slice = rows) -> _Tried:
         return _Tried(*_distance(stored[rows], _turn(weight[rows], first.matrix, second.matrix)), first, second)
 
-    declared = _turn(weight[rows], inputs[0].matrix, outputs[0].matrix)
-    yardstick = _distance(round_to_nearest(declared, format).dequantize(), declared)[0]
+    declared = _turn(weight, inputs[0].matrix, outputs[0].matrix)
+    rounded = round_to_nearest(declared, format).dequantize()
+    yardstick = _distance(rounded, declared)[0]
     found = [tried(first, second) for first in inputs for second in outputs]
     nearest = min(found, key=lambda t: t.error)
     whole = slice(0, None)
     found = [tried(t.first, t.second, whole) if t is found[0] or t is nearest else t for t in found]
-    return _decide(layer, found, yardstick)
+    if not math.isfinite(min(t.error for t in found)):
+        return LayerVerdict(layer, CANNOT_TELL, "the weight is zero everywhere", math.inf, math.inf, yardstick)
+    return _decide(layer, found, yardstick, examine(stored, declared, rounded, yardstick), stored, declared)
 
 
 def check_bias(
@@ -146,31 +149,52 @@ def check_bias(
     return verdict
 
 
-def _decide(layer: str, tried: list[_Tried], yardstick: float) -> LayerVerdict:
+def _decide(
+    layer: str, tried: list[_Tried], yardstick: float, rows: Rows, stored: Tensor, expected: Tensor
+) -> LayerVerdict:
     declared = tried[0].error
-    error, factor, first, second = min(tried, key=lambda t: t.error)
+    error, _, first, second = min(tried, key=lambda t: t.error)
     near = [t for t in tried if t.error <= max(error * 1.5, error + yardstick / 2)]
     wrong = [side for side in (first, second) if side.verdict != OK]
 
-    def verdict(text: str, detail: str) -> LayerVerdict:
-        return LayerVerdict(layer, text, detail, error, declared, yardstick)
+    def verdict(text: str, detail: str, wrong_rows: tuple[int, ...] = ()) -> LayerVerdict:
+        return LayerVerdict(layer, text, detail, error, declared, yardstick, rows.factor, wrong_rows)
 
-    if not math.isfinite(error):
-        return verdict(CANNOT_TELL, "the weight is zero everywhere")
-    if error > min(_RULED_OUT * yardstick, 0.8):
+    if error > _FITS * yardstick:
+        if found := _wrong_rows(rows, stored, expected):
+            return verdict(ROWS, found, rows.wrong)
+        if error <= min(_RULED_OUT * yardstick, 0.8):
+            detail = f"nearest: {_describe(first, second)}, but farther than rounding explains"
+            return verdict(CANNOT_TELL, detail)
         if tried[0].first.matrix is None and tried[0].second.matrix is None:
             return verdict(DIFFERENT, "no transform is declared, and no Hadamard tried explains the difference")
         return verdict(OTHER, "none of the hypotheses fits: another matrix, or another original")
-    if error > _FITS * yardstick:
-        return verdict(CANNOT_TELL, f"nearest: {_describe(first, second)}, but farther than rounding explains")
     if len(near) > 1:
         names = " or ".join(sorted({_describe(t.first, t.second) for t in near}))
         return verdict(CANNOT_TELL, f"these fit equally: {names}")
     if wrong:
         return verdict(wrong[0].verdict, _describe(first, second))
-    if abs(factor - 1) > 0.2:
-        return verdict(SCALED, f"the right matrix, but the weights are {1 / factor:.4g} times as large")
+    if rows.scaled:
+        return verdict(SCALED, f"the weights are {rows.factor:.3g} times as large as the original's")
+    if rows.wrong:
+        return verdict(ROWS, _wrong_rows(rows, stored, expected) or listed(rows.wrong), rows.wrong)
     return verdict(OK, _describe(first, second))
+
+
+def _wrong_rows(rows: Rows, stored: Tensor, expected: Tensor) -> str | None:
+    """What is the matter with single rows; None where the layer as a whole is another one."""
+    if not rows.wrong:
+        return None
+    held = sources(stored, expected, rows.wrong)
+    if rows.fits and len(rows.wrong) <= len(stored) / 2:
+        text = f"{listed(rows.wrong)} of {len(stored)}: not the original's (error up to {rows.worst:.2f})"
+        swaps = [f"row {own} holds row {other}" for own, other in list(held.items())[:4]]
+        return "; ".join([text, *swaps])
+    # Unrelated weights hold no row of the original at all.
+    if len(held) > 0.9 * min(len(rows.wrong), 256):
+        own, other = next(iter(held.items()))
+        return f"the rows stand in another order: row {own} holds row {other}"
+    return None
 
 
 def _describe(first: _Hypothesis, second: _Hypothesis) -> str:
@@ -246,87 +270,3 @@ def _distance(stored: Tensor, expected: Tensor) -> tuple[float, float]:
         return math.inf, math.nan
     factor = inner / square
     return float((factor * stored - expected).norm()) / math.sqrt(norm), factor
-
-
-@dataclass(frozen=True)
-class Verification:
-    """All layers of a checkpoint, and the names of unquantized tensors that are not the original's."""
-
-    layers: list[LayerVerdict]
-    changed: list[str]
-
-    @property
-    def ok(self) -> bool:
-        return all(layer.ok for layer in self.layers)
-
-
-def verify(path: str | Path, original: str | Path, advance: Callable[[str], None] = lambda layer: None) -> Verification:
-    """Compare a checkpoint with the unquantized model it was made from, tensor by tensor from the files.
-
-    advance: called with a layer's name when it is done. Raises Refusal where a folder cannot be read, or where the
-    original lacks a layer or has it in another shape.
-    """
-    checkpoint = open_checkpoint(path)
-    folder = resolve(original)
-    theirs = list_tensors(folder)
-    others = {f"the matrix of '{t.scheme}' ({t.tensor})": t.transform for t in checkpoint.transforms}
-    others |= {f"hadamard {size}": hadamard(size) for size in _HADAMARD_SIZES}
-    verdicts = []
-    for name, spec in checkpoint.layers.items():
-        tensor = f"{name}.weight"
-        if tensor not in theirs:
-            raise refusal(
-                "verify",
-                "the original has no such tensor.",
-                tensor=tensor,
-                file=folder,
-                needs=[(tensor, f"{len(theirs)} others")],
-                do="give the unquantized model that the checkpoint was made from",
-            )
-        weight = read_tensor(tensor, theirs[tensor])
-        offline = _offline_schemes(checkpoint, name, spec.scheme_names)
-        if offline:
-            verdict = LayerVerdict(
-                name,
-                CANNOT_TELL,
-                f"{', '.join(offline)} changed this weight before it was stored, and the file does not hold the matrix",
-                math.nan,
-                math.nan,
-                math.nan,
-            )
-        else:
-            decoded = checkpoint.weight(name).dequantize()
-            verdict = check_layer(
-                name, decoded, weight, spec.format, spec.input_transform, spec.output_transform, others
-            )
-            stored, own = checkpoint.bias(name), theirs.get(f"{name}.bias")
-            if verdict.ok and stored is not None and own is not None:
-                verdict = check_bias(verdict, stored, read_tensor(f"{name}.bias", own), spec.output_transform)
-        verdicts.append(verdict)
-        advance(name)
-    return Verification(verdicts, _changed(checkpoint, theirs))
-
-
-def _offline_schemes(checkpoint: Checkpoint, name: str, online: tuple[str, ...]) -> list[str]:
-    """Schemes that only a layer's weight carries: they cancel between layers, and their matrices are not stored."""
-    entry = quantization_entry(checkpoint.config) or {}
-    stand_in = torch.nn.Linear(1, 1, bias=False, device="meta")
-    found = []
-    for scheme, body in ((entry.get("transform_config") or {}).get("config_groups") or {}).items():
-        for apply in body["apply"]:
-            offline = str(apply["location"]) in OFFLINE and scheme not in online
-            if offline and matches(name, stand_in, apply["targets"], apply.get("ignore") or ()):
-                found.append(scheme)
-    return found
-
-
-def _changed(checkpoint: Checkpoint, theirs: Mapping[str, TensorInfo]) -> list[str]:
-    changed = []
-    for name, info in checkpoint.tensors.items():
-        layer = name.rpartition(".")[0]
-        if name not in theirs or layer in checkpoint.layers:
-            continue
-        ours, other = checkpoint.read(name), read_tensor(name, theirs[name])
-        if info.shape != theirs[name].shape or not torch.equal(ours, other.to(ours.dtype)):
-            changed.append(name)
-    return changed

@@ -1,0 +1,59 @@
+"""Facts of the machine and the process: processor and devices, versions of packages, the most memory used."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import sys
+from pathlib import Path
+
+import torch
+
+
+def version(package: str) -> str:
+    """The installed version of a package, or 'not installed'."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def processor() -> str:
+    """The CPU's name where the system tells it, its instruction set as torch uses it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
+    except OSError:
+        lines = []
+    named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{named[0] if named else platform.machine()}, {torch.backends.cpu.get_cpu_capability()}"
+
+
+def gpus() -> list[tuple[str, tuple[int, int], int]]:
+    """Name, compute capability and bytes of memory of each CUDA device."""
+    found = []
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        properties = torch.cuda.get_device_properties(index)
+        found.append((properties.name, (properties.major, properties.minor), properties.total_memory))
+    return found
+
+
+def peak_memory() -> dict[str, int]:
+    """Bytes: the most this process has held in main memory ('host') and, where used, on each CUDA device."""
+    peaks = {"host": _host_peak()}
+    for index in range(len(gpus())):
+        if used := torch.cuda.max_memory_allocated(index):
+            peaks[f"cuda:{index}"] = used
+    return peaks
+
+
+def _host_peak() -> int:
+    try:
+        # getrusage's figure is inherited from the process that started this one; the kernel's own is not.
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+    except (OSError, StopIteration):
+        import resource
+
+        # Linux counts in KiB, macOS in bytes.
+        unit = 1 if sys.platform == "darwin" else 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

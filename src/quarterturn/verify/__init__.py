@@ -1,0 +1,93 @@
+"""Whether a checkpoint's weights are the original's, behind the transforms that its config declares, layer by layer.
+
+layer.py decides which transforms a weight carries, rows.py whether its factor and each of its rows are right.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..checkpoint import OriginalModel, open_checkpoint
+from ..transforms import hadamard
+from .layer import (
+    CANNOT_TELL,
+    DIFFERENT,
+    NEVER,
+    OK,
+    OTHER,
+    REVERSED,
+    ROWS,
+    SCALED,
+    TWICE,
+    UNDECLARED,
+    LayerVerdict,
+    check_bias,
+    check_layer,
+)
+
+_HADAMARD_SIZES = (16, 32, 64, 128)
+
+
+@dataclass(frozen=True)
+class Verification:
+    """All layers of a checkpoint, and the names of unquantized tensors that are not the original's."""
+
+    layers: list[LayerVerdict]
+    changed: list[str]
+
+    @property
+    def ok(self) -> bool:
+        return all(layer.ok for layer in self.layers)
+
+
+def verify(path: str | Path, original: str | Path, advance: Callable[[str], None] = lambda layer: None) -> Verification:
+    """Compare a checkpoint with the unquantized model it was made from, tensor by tensor from the files.
+
+    advance: called with a layer's name when it is done. Raises Refusal where a folder cannot be read, or where the
+    original lacks a layer or has it in another shape.
+    """
+    checkpoint, theirs = open_checkpoint(path), OriginalModel(original)
+    others = {f"the matrix of '{t.scheme}' ({t.tensor})": t.transform for t in checkpoint.transforms}
+    others |= {f"hadamard {size}": hadamard(size) for size in _HADAMARD_SIZES}
+    verdicts = []
+    for name, spec in checkpoint.layers.items():
+        weight = theirs.weight(name)
+        offline = checkpoint.offline_schemes(name)
+        if offline:
+            detail = (
+                f"{', '.join(offline)} changed this weight before it was stored, and the file does not hold the matrix"
+            )
+            verdict = LayerVerdict(name, CANNOT_TELL, detail, math.nan, math.nan, math.nan)
+        else:
+            decoded = checkpoint.weight(name).dequantize()
+            verdict = check_layer(
+                name, decoded, weight, spec.format, spec.input_transform, spec.output_transform, others
+            )
+            stored, own = checkpoint.bias(name), theirs.bias(name)
+            if verdict.ok and stored is not None and own is not None:
+                verdict = check_bias(verdict, stored, own, spec.output_transform)
+        verdicts.append(verdict)
+        advance(name)
+    return Verification(verdicts, theirs.changed_in(checkpoint))
+
+
+__all__ = [
+    "CANNOT_TELL",
+    "DIFFERENT",
+    "NEVER",
+    "OK",
+    "OTHER",
+    "REVERSED",
+    "ROWS",
+    "SCALED",
+    "TWICE",
+    "UNDECLARED",
+    "LayerVerdict",
+    "Verification",
+    "check_bias",
+    "check_layer",
+    "verify",
+]

@@ -1,0 +1,128 @@
+"""`verify` beyond the transforms: a factor a few percent off, and single rows that are not the original's."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from altered import altered
+from quarterturn import MXFP4, NVFP4, Transform, quantize, random_hadamard
+from quarterturn.cli import main
+from quarterturn.quantize.rtn import encode_scale, round_to_nearest
+from quarterturn.verify import OK, ROWS, SCALED, LayerVerdict, check_layer, verify
+from tiny_models import tiny_model
+
+GENERATOR = torch.Generator().manual_seed(5)
+WEIGHT = torch.randn(192, 256, generator=GENERATOR) * 0.02
+WEIGHT[:, 7] *= 6
+V = random_hadamard(32, seed=1)
+every_format = pytest.mark.parametrize("format", [NVFP4, MXFP4], ids=lambda f: f.name)
+every_transform = pytest.mark.parametrize("first", [None, V], ids=["plain", "turned"])
+
+
+def turned(weight: Tensor, first: Transform | None) -> Tensor:
+    return weight if first is None else first.fold_input_weight(weight).float()
+
+
+def check(stored: Tensor, format: Any, first: Transform | None) -> LayerVerdict:
+    return check_layer("layer", stored, WEIGHT, format, first)
+
+
+@every_format
+@every_transform
+@pytest.mark.parametrize("factor", [0.85, 0.94, 1.06, 1.15, 2.0, -1.0])
+def test_a_wrong_factor_is_found_and_named(format, first: Transform | None, factor: float) -> None:
+    decoded = round_to_nearest(turned(WEIGHT, first), format).dequantize() * factor
+    found = check(decoded, format, first)
+    assert found.verdict == SCALED
+    assert found.factor == pytest.approx(factor, rel=1e-5)
+    assert f"{factor:.3g} times" in found.detail
+
+
+@every_transform
+def test_other_roundings_are_no_wrong_factor(first: Transform | None) -> None:
+    """A tensor scale for a larger layer, scales by a search for the least error, and half as much noise again."""
+    w = turned(WEIGHT, first)
+    shared = round_to_nearest(w, NVFP4, encode_scale(w.abs().max() * 7)).dequantize()
+    groups = w.unflatten(-1, (-1, 32))
+    tries = torch.stack([round_to_nearest(w * f, MXFP4).dequantize() / f for f in (1.0, 1.25, 1.5, 1.75)])
+    errors = (tries.unflatten(-1, (-1, 32)) - groups).square().sum(-1)
+    best = tries.unflatten(-1, (-1, 32)).gather(0, errors.argmin(0)[None, ..., None].expand(1, *groups.shape))[0]
+    noisy = shared + 0.1 * w.std() * torch.randn(w.shape, generator=torch.Generator().manual_seed(1))
+    for stored, format in ((shared, NVFP4), (best.flatten(-2), MXFP4), (noisy, NVFP4)):
+        found = check(stored, format, first)
+        assert (found.verdict, found.rows) == (OK, ())
+        # Within the square of the error: see the derivation in rows.py.
+        assert abs(found.factor - 1) < found.error**2 + 0.005
+
+
+@every_format
+@every_transform
+def test_single_wrong_rows_are_named(format, first: Transform | None) -> None:
+    decoded = round_to_nearest(turned(WEIGHT, first), format).dequantize()
+    garbage, empty, scaled, swapped, many = (decoded.clone() for _ in range(5))
+    garbage[[3, 150]] = decoded.std() * torch.randn(2, 256, generator=GENERATOR)
+    empty[-1] = 0
+    scaled[17] *= 1.25
+    swapped[[5, 90]] = decoded[[90, 5]]
+    many[40:120] = decoded.std() * torch.randn(80, 256, generator=GENERATOR)
+    for stored, rows in ((garbage, [3, 150]), (empty, [191]), (scaled, [17]), (swapped, [5, 90])):
+        found = check(stored, format, first)
+        assert (found.verdict, list(found.rows)) == (ROWS, rows)
+        assert ", ".join(map(str, rows)) in found.detail
+    assert "row 5 holds row 90; row 90 holds row 5" in check(swapped, format, first).detail
+    found = check(many, format, first)
+    assert (found.verdict, list(found.rows)) == (ROWS, list(range(40, 120)))
+    assert "rows 40, 41, 42, 43, 44, 45, 46, 47 and 72 more of 192" in found.detail
+
+
+@every_transform
+def test_rows_in_another_order_are_no_other_weight(first: Transform | None) -> None:
+    decoded = round_to_nearest(turned(WEIGHT, first), NVFP4).dequantize()
+    found = check(decoded.roll(1, 0), NVFP4, first)
+    assert found.verdict == ROWS
+    assert "another order: row 0 holds row 191" in found.detail
+
+
+@every_format
+def test_rows_of_any_size_are_right(format) -> None:
+    """Empty rows, rows far smaller than the smallest block scale, one huge value: rounding explains all of them."""
+    weight = WEIGHT.clone()
+    weight[2], weight[9], weight[11] = 0, weight[9] * 1e-7, weight[11] * 1e-3
+    weight[13, 5] = 3.0
+    stored = round_to_nearest(weight, format).dequantize()
+    assert check_layer("layer", stored, weight, format).verdict == OK
+    stored[2, 40] = 0.02
+    found = check_layer("layer", stored, weight, format)
+    assert (found.verdict, found.rows) == (ROWS, (2,))
+
+
+def test_a_checkpoint_with_a_wrong_scale_and_wrong_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    original = tiny_model(dtype=torch.bfloat16)
+    original.save_pretrained(tmp_path / "original")
+    made = tmp_path / "made"
+    quantize(original, "nvfp4", "random-hadamard:32", "bf16", output=made, progress=False)
+    scaled, rows = "model.layers.0.mlp.up_proj", "model.layers.1.self_attn.o_proj"
+
+    def spoil(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        tensors[f"{scaled}.weight_global_scale"] /= 1.15
+        tensors[f"{rows}.weight_packed"][[4, 60]] = tensors[f"{rows}.weight_packed"][[60, 4]]
+        tensors[f"{rows}.weight_scale"].view(torch.uint8)[[4, 60]] = (
+            tensors[f"{rows}.weight_scale"].view(torch.uint8)[[60, 4]]
+        )  # fmt: skip
+
+    altered(made, tmp_path / "spoilt", spoil)
+    found = {v.layer: v for v in verify(tmp_path / "spoilt", tmp_path / "original").layers if not v.ok}
+    assert {name: v.verdict for name, v in found.items()} == {scaled: SCALED, rows: ROWS}
+    assert found[rows].rows == (4, 60)
+    with pytest.raises(SystemExit) as left:
+        main(["verify", str(tmp_path / "spoilt"), "--against", str(tmp_path / "original"), "--json"])
+    assert left.value.code == 1
+    layers = {v["layer"]: v for v in json.loads(capsys.readouterr().out)["layers"]}
+    assert layers[scaled]["factor"] == pytest.approx(1.15, abs=0.03)
+    assert layers[rows]["rows"] == [4, 60]
