@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from . import ops
-from .backends import Blocks, Layer, Problem, Quantizer, Selection, Weight, compose, get_backend, select
+from .backends import Blocks, Layer, Problem, Quantizer, Selection, Weight, get_backend, select
 from .errors import refusal
 from .formats import E8M0_RULES, RECIPES, FP4Format, get_format
-from .plan import LayerPlan, Stamp, rows_of, seen_by_torch, shaped
+from .plan import LayerPlan, Stamp, seen_by_torch
 from .sharing import Siblings
 from .tensor import FP4Tensor
 from .transforms import Transform
@@ -166,9 +166,8 @@ class FP4Linear(nn.Module):
             plan = self.refresh(x.dtype)._plan
         if plan is None or seen_by_torch(x):
             return torch.ops.quarterturn.fp4_linear(x, *self._operands())
-        if self.siblings is not None:
-            return self.siblings.run(x, plan)
-        return shaped(compose.linear(plan.backend, rows_of(x, plan), plan.layer), x)
+        plan.check(x)
+        return plan.run(x) if self.siblings is None else self.siblings.run(x, plan)
 
     def current_plan(self, dtype: torch.dtype) -> LayerPlan | None:
         """How inputs of a dtype are run; None where that is to be made (again) by `refresh`."""

@@ -4,11 +4,11 @@ FP4Linears of one parent are siblings (`tie`). Whether they read the same x is n
 called leaves, for its own thread, what its siblings need of x, and a sibling takes that where it is called with the
 very same x; else it computes for itself and leaves a share in turn. The bits are the same either way.
 
-| rows of x | a share is                                                      | x is the same where it is                   |
+| rows of x | a share is                                          | x is the same where it is                    |
 |---|---|---|
-| few       | the siblings' outputs, each for one taker, of one native call   | the same tensor, unchanged since; without a |
-|           |                                                                 | version (inference mode), of the same bytes |
-| many      | the rotated, quantized x                                        | the same tensor, unchanged since            |
+| few       | the siblings' outputs, one each, of one native call | the same tensor, unchanged since; without a  |
+|           |                                                     | version (inference mode), of the same bytes  |
+| many      | the rotated, quantized x                            | the same tensor, unchanged since             |
 
 A share ends when every sibling has taken it or one of them gets another input. Siblings that left one behind read
 something else, and none is made for them again. On CPUs only: on a GPU, layers may run on streams of their own.
@@ -26,8 +26,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from .backends import Blocks, Layer, Operand, Quantizer, compose
-from .plan import LayerPlan, rows_of, shaped
+from .backends import Blocks, Layer, Operand, Quantizer, Together, compose
+from .plan import LayerPlan
 
 COMPARED = 1 << 16
 """Bytes of x that are kept and compared at most, where x keeps no version."""
@@ -45,14 +45,11 @@ class _Team:
     """A layer's plan, and the siblings that take the same operand, with theirs."""
 
     others: tuple[tuple[weakref.ref[Any], LayerPlan], ...]
-    layers: tuple[Layer, ...]
+    together: Together | None
 
     def stands(self) -> bool:
-        for other, plan in self.others:
-            member = other()
-            if member is None or member.current_plan(plan.dtype) is not plan:
-                return False
-        return True
+        """Whether the siblings are still there. One that has changed since has another plan, and takes nothing."""
+        return not [None for other, _ in self.others if other() is None]
 
 
 class _Share:
@@ -70,15 +67,17 @@ class _Share:
 
     def is_of(self, x: Tensor) -> bool:
         """Whether x is what this is made of."""
-        if x.requires_grad or _look(x) != self._look:
-            return False
-        return self._x() is x if self._bytes is None else x.is_contiguous() and _bytes(x) == self._bytes
+        if self._bytes is None:
+            return self._x() is x and _look(x) == self._look
+        return x.is_contiguous() and _look(x) == self._look and _bytes(x) == self._bytes
 
 
 def _look(x: Tensor) -> tuple[Any, ...]:
     """What is the same while a tensor is: for one that keeps no version, only what its bytes do not tell."""
-    tracked = None if x.is_inference() else (x._version, x.data_ptr(), x.stride())
-    return tracked, x.dtype, x.shape, torch.is_inference_mode_enabled()
+    inference = torch.is_inference_mode_enabled()  # where results are tensors of another kind
+    if x.is_inference():
+        return inference, x.dtype, x.shape
+    return inference, x.dtype, x.shape, x._version, x.data_ptr(), x.stride()
 
 
 def _bytes(x: Tensor) -> bytes:
@@ -117,7 +116,7 @@ class Siblings:
                     self._here.share = None
                 if share.operand is None:
                     return share.outputs.pop(plan)
-                return shaped(compose.product(plan.backend, share.operand, plan.layer), x)
+                return plan.product(share.operand, x)
             self._end(share)
         return self._lead(x, plan)
 
@@ -127,23 +126,27 @@ class Siblings:
         self._teams.pop(share.leader, None)
 
     def _lead(self, x: Tensor, plan: LayerPlan) -> Tensor:
-        rows = rows_of(x, plan)
         team = self._teams.get(plan)
-        if team is None or not team.stands():
+        if team is not None and not team.stands():
+            self.changed()  # the plans of a layer that is gone hold its weights
+            team = None
+        if team is None:
             team = self._teams[plan] = self._gathered(plan)
-        tracked = not x.is_inference()
-        if team.others and (tracked or (x.is_contiguous() and x.nbytes <= COMPARED)):
-            share = _Share(x, plan, team)
-            ys = compose.together(plan.backend, rows, team.layers)
+        tracked, contiguous = not x.is_inference(), x.is_contiguous()
+        if not team.others or not (tracked or (contiguous and x.nbytes <= COMPARED)):
+            return plan.run(x)
+        share = _Share(x, plan, team)
+        if contiguous and team.together is not None:
+            ys = team.together(x)
             if ys is not None:
-                share.outputs = {p: shaped(y, x) for (_, p), y in zip(team.others, ys[1:], strict=True)}
+                share.outputs = {p: y for (_, p), y in zip(team.others, ys[1:], strict=True)}
                 self._here.share = share
-                return shaped(ys[0], x)
-            if tracked:
-                share.operand = compose.operand(plan.backend, rows, plan.layer)
-                self._here.share = share
-                return shaped(compose.product(plan.backend, share.operand, plan.layer), x)
-        return shaped(compose.linear(plan.backend, rows, plan.layer), x)
+                return ys[0]
+        if not tracked:
+            return plan.run(x)
+        share.operand = plan.operand(x)
+        self._here.share = share
+        return plan.product(share.operand, x)
 
     def _gathered(self, plan: LayerPlan) -> _Team:
         others = []
@@ -152,10 +155,10 @@ class Siblings:
             other = None if member is None else member.current_plan(plan.dtype)
             if other is None or other is plan or (plan, other) in self._apart:
                 continue
-            if other.backend is plan.backend and other.in_features == plan.in_features:
-                if _same_operand(plan.layer, other.layer):
-                    others.append((reference, other))
-        return _Team(tuple(others), (plan.layer, *(other.layer for _, other in others)))
+            if other.backend is plan.backend and _same_operand(plan.layer, other.layer):
+                others.append((reference, other))
+        layers = (plan.layer, *(other.layer for _, other in others))
+        return _Team(tuple(others), compose.together(plan.backend, layers) if others else None)
 
 
 def tie(model: nn.Module, kind: type[nn.Module]) -> None:
@@ -178,10 +181,10 @@ def _tied(children: Iterable[Any]) -> None:
 
 
 def _same_operand(a: Layer, b: Layer) -> bool:
-    packed = [layer.weight.block_scale is not None for layer in (a, b)]
     return (
-        packed[0] == packed[1]
+        (a.weight.block_scale is None) == (b.weight.block_scale is None)
         and a.weight.format == b.weight.format
+        and a.weight.data.shape[1] == b.weight.data.shape[1]
         and (a.output_blocks is None) == (b.output_blocks is None)
         and _same_blocks(a.input_blocks, b.input_blocks)
         and _same_quantizer(a.quantizer, b.quantizer)

@@ -1,9 +1,10 @@
 """The ways to run, in the order automatic choice tries them, and the one function that chooses.
 
 A backend is a module with five parts: a docstring table (needs, provides, does not), `missing(device, capability)` for
-the machine, `refuses(problem)` for the layer, `prepare(weight, ...)`, and the ops (one with a way of its own through a
-layer is a FusedBackend besides, see protocol.py). Both questions are answered with a list of reasons; an empty list means yes. Automatic
-choice takes the first backend with no reason against it. An explicit choice is run or refused, never replaced.
+the machine, `refuses(problem)` for the layer, `prepare(weight, ...)`, and the ops. One with a way of its own through a
+whole layer is a FusedBackend besides, see protocol.py. Both questions are answered with a list of reasons; no reasons
+mean yes. Automatic choice takes the first backend with no reason against it. An explicit choice is run or refused,
+never replaced.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 
 from ..errors import BackendRefusal, refusal
 from . import any_torch, cpu_native
-from .protocol import Backend, Blocks, Layer, Operand, Problem, Quantizer, Weight
+from .protocol import Backend, Blocks, Layer, Operand, Problem, Quantizer, Together, Weight
 
 __all__ = [
     "BACKENDS",
@@ -28,6 +29,7 @@ __all__ = [
     "Problem",
     "Quantizer",
     "Selection",
+    "Together",
     "Weight",
     "get_backend",
     "op_backend",

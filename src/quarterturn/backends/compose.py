@@ -1,6 +1,6 @@
 """A whole layer out of a backend's parts, where it does not fuse them, and the end of every product.
 
-    linear = together, or product of operand.  operand: rotate, quantize.  product: multiply, turn the output.
+linear = together, or product of operand.  operand: rotate, quantize.  product: multiply, turn the output.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..tensor import per_output
-from .protocol import Backend, FusedBackend, Layer, Operand, Weight
+from .protocol import Backend, FusedBackend, Layer, Operand, Together, Weight
 
 
 def row_count(x: Tensor) -> int:
@@ -30,14 +30,15 @@ def rows(x: Tensor) -> Tensor:
 
 def linear(backend: Backend, x: Tensor, layer: Layer) -> Tensor:
     """x (M, K) -> (M, N) of x.dtype."""
-    whole = together(backend, x, (layer,))
+    run = together(backend, (layer,))
+    whole = run(x) if run is not None and x.is_contiguous() else None
     return whole[0] if whole is not None else product(backend, operand(backend, x, layer), layer)
 
 
-def together(backend: Backend, x: Tensor, layers: Sequence[Layer]) -> list[Tensor] | None:
-    """Layers that take the same operand of x, in one call, where the backend has such a call and it is the better."""
+def together(backend: Backend, layers: Sequence[Layer]) -> Together | None:
+    """Layers that take the same operand as one function of x, where the backend has such: see FusedBackend."""
     fused = _fused(backend)
-    return None if fused is None else fused.together(x, layers)
+    return None if fused is None else fused.together(layers)
 
 
 def operand(backend: Backend, x: Tensor, layer: Layer) -> Operand:

@@ -61,13 +61,15 @@ class Native:
         s.group, s.n = weight.format.group_size, self.n
         s.w_ts, s.ends = self._keep(weight.tensor_scale), self._keep(_ends(weight.output_sizes))
         if bias is not None:
+            bias = bias if bias.dtype in DTYPE else bias.float()
             s.bias, s.bias_dtype = self._keep(bias), DTYPE[bias.dtype]
         return self
 
     def _keep(self, tensor: Tensor | None) -> int | None:
         if tensor is None:
             return None
-        tensor = tensor.contiguous()
+        # An alias: where the tensor is moved to other memory, this keeps the old from being freed under the struct.
+        tensor = tensor.contiguous().detach()
         self._tensors.append(tensor)
         return tensor.data_ptr()
 

@@ -15,6 +15,7 @@ z is summed in float64 in a fixed order.
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -28,7 +29,7 @@ from ..tensor import FP4Tensor
 from . import any_torch
 from .compose import epilogue
 from .cpu_layer import DTYPE, Native, native
-from .protocol import Blocks, Layer, Operand, Problem, Quantizer, Weight
+from .protocol import Blocks, Layer, Operand, Problem, Quantizer, Together, Weight
 
 NAME = "cpu_native"
 FEW_ROWS = 64
@@ -145,34 +146,44 @@ def product(operand: Operand, layer: Layer) -> Tensor:
     return y if layer.output_blocks is None else rotate(y, layer.output_blocks, operand.dtype)
 
 
-def together(x: Tensor, layers: Sequence[Layer]) -> list[Tensor] | None:
-    """Layers that take the same operand of a few rows x, in one call; None for many rows."""
-    first, (m, k) = layers[0], x.shape
-    quantizer = first.quantizer
-    if m > FEW_ROWS or first.weight.block_scale is None:
+def together(layers: Sequence[Layer]) -> Together | None:
+    """Layers that take the same operand of a few rows, in one call of the kernels."""
+    first = layers[0]
+    turned, quantizer = first.output_blocks is not None, first.quantizer
+    if (
+        first.weight.block_scale is None
+        or (quantizer is not None and _reproduces_qutlass_mxfp4(quantizer))
+        or any((layer.output_blocks is not None) != turned for layer in layers)
+    ):
         return None
-    if quantizer is not None and _reproduces_qutlass_mxfp4(quantizer):
-        return None
-    turned = first.output_blocks is not None
-    if any((layer.output_blocks is not None) != turned for layer in layers):
-        return None
-    dtype, ys = x.dtype, []
-    out_dtype = torch.float32 if turned else dtype
-    structs, outputs = (ctypes.c_void_p * len(layers))(), (ctypes.c_void_p * len(layers))()
-    for i, layer in enumerate(layers):
-        one = native(layer, k)
-        y = torch.empty(m, one.n, dtype=out_dtype)
-        structs[i], outputs[i] = one.address, y.data_ptr()
-        ys.append(y)
-    failed = cpu_build.library().qt_linear(
-        structs, len(layers), x.data_ptr(), DTYPE[dtype], x.stride(0), m, outputs, DTYPE[out_dtype],
-        torch.get_num_threads(),
-    )  # fmt: skip
-    _check(failed)
-    if not turned:
-        return ys
-    pairs = zip(ys, layers, strict=True)
-    return [y if layer.output_blocks is None else rotate(y, layer.output_blocks, dtype) for y, layer in pairs]
+    k = first.weight.data.shape[1] * 2
+    natives = [native(layer, k) for layer in layers]
+    count, sizes = len(layers), [one.n for one in natives]
+    addresses: type[ctypes.Array[ctypes.c_void_p]] = ctypes.c_void_p * count
+    structs, qt_linear = addresses(*(one.address for one in natives)), cpu_build.library().qt_linear
+
+    def run(x: Tensor) -> list[Tensor] | None:
+        *outer, _ = x.shape
+        m, dtype = math.prod(outer), x.dtype
+        if m > FEW_ROWS:
+            return None
+        out_dtype = torch.float32 if turned else dtype
+        ys = [torch.empty(*outer, n, dtype=out_dtype) for n in sizes]
+        outputs = addresses(*[y.data_ptr() for y in ys])
+        failed = qt_linear(
+            structs, count, x.data_ptr(), DTYPE[dtype], k, m, outputs, DTYPE[out_dtype], torch.get_num_threads()
+        )
+        _check(failed)
+        return [_turned(y, layer, dtype) for y, layer in zip(ys, layers, strict=True)] if turned else ys
+
+    # The structs live as long as the function does.
+    run.natives = natives  # type: ignore[attr-defined]
+    return run
+
+
+def _turned(y: Tensor, layer: Layer, dtype: torch.dtype) -> Tensor:
+    assert layer.output_blocks is not None
+    return rotate(y.view(-1, y.shape[-1]), layer.output_blocks, dtype).view(y.shape)
 
 
 def _own_product(rows: int, weight: Weight, quantized: bool) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -124,6 +124,9 @@ class Backend(Protocol):
         """(M, K) x (N, K)^T -> (M, N): fp32 accumulation, alpha and bias in fp32, one rounding."""
 
 
+Together = Callable[[Tensor], "list[Tensor] | None"]
+
+
 class FusedBackend(Backend, Protocol):
     """A backend with a way of its own through a layer; compose.py puts layers together for the others.
 
@@ -136,6 +139,9 @@ class FusedBackend(Backend, Protocol):
     def product(self, operand: Operand, layer: Layer) -> Tensor:
         """The rest of the layer: (M, N) of the operand's dtype."""
 
-    def together(self, x: Tensor, layers: Sequence[Layer]) -> list[Tensor] | None:
-        """One or more whole layers that take the same operand of x (M, K), in one call: their results, bit for bit those
-        of operand and product, each in memory of its own. None where a call for each is as good."""
+    def together(self, layers: Sequence[Layer]) -> Together | None:
+        """One or more whole layers that take the same operand, for one call of all; None where nothing is gained.
+
+        The function takes contiguous x (..., K) and gives their results (..., N), bit for bit those of operand and
+        product, each in memory of its own; or None, for an x with so many rows that a call for each is as good.
+        """

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from ..errors import Refusal, missing_package, refusal
 from ..formats import FP4Format, get_format
 from ..linear import ACTIVATIONS, FP4Linear
+from ..sharing import tie
 from ..transforms import Transform
 from .atomic import TOKENIZER_FILES, new_folder
 from .calibration import (
@@ -107,6 +108,7 @@ def quantize(
             selection.settle()
             _replace_layers(loaded, selection.layers, fmt, activations, plan, amax, track("quantizing", len(plan)))
         loaded.eval().requires_grad_(False)
+        tie(loaded, FP4Linear)
         make_saveable(loaded)
         loaded.quantization_notes = selection.notes
         for note in selection.notes:
