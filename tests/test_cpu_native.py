@@ -252,12 +252,9 @@ def test_many_rows_are_the_few(decoded: bool, activations: str, dtype: torch.dty
     """Tiles, where there are such, and the library's product give what the kernels' own product gives for few rows, up
     to the order of sums; a row does not depend on the rows beside it, nor on what lies in memory behind them."""
     rows = cpu_native.FEW_ROWS
-    for n, k, turn in (
-        (37, 96, hadamard(32)),
-        (150, 1120 if format == "nvfp4" else 1152, hadamard(16)),
-        (32, 32, None),
-    ):
-        k = 1104 if (format, n) == ("nvfp4", 150) else k  # an odd number of groups
+    in_tiles = dtype == torch.bfloat16 or (activations, format) == ("fp4", "nvfp4")
+    odd = 1104 if format == "nvfp4" else 1120  # no whole number of 32, or of 64
+    for n, k, turn in ((37, 96, hadamard(32)), (150, odd, hadamard(16)), (32, 32, None)):
         weight, bias = packed(n, k, format, (16, n - 16)), torch.randn(n)
         data = weight.values(torch.bfloat16) if decoded else weight.codes
         scale = None if decoded else weight.block_scale.view(torch.uint8)
