@@ -295,7 +295,7 @@ def test_tiles_are_used_where_the_machine_has_them() -> None:
     form = cpu_native.operand(torch.randn(100, 64).bfloat16(), layer).form
     if not has:
         assert form != cpu_native.TILES
-    elif cpu_native._tiles_allowed():
+    elif cpu_native._has_tiles():
         assert form == cpu_native.TILES
 
 

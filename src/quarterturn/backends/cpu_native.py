@@ -197,12 +197,13 @@ def _in_tiles(rows: int, weight: Weight, exact: bool) -> bool:
 
 
 def _has_tiles() -> bool:
-    return _tiles_allowed() and any_torch.cpu_has_bf16()
+    return any_torch.cpu_has_bf16() and _tiles_allowed(cpu_build.library())
 
 
 @lru_cache(maxsize=1)
-def _tiles_allowed() -> bool:
-    return bool(cpu_build.library().qt_amx_ready())
+def _tiles_allowed(kernels: ctypes.CDLL) -> bool:
+    """Whether these kernels were compiled for tiles, and the system grants them."""
+    return bool(kernels.qt_amx_ready())
 
 
 def _reproduces_qutlass_mxfp4(quantizer: Quantizer) -> bool:

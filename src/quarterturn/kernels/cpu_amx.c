@@ -1,14 +1,15 @@
 /* Products of many rows on a CPU with AMX: 4-bit weights decoded into tiles, fp32 sums, the epilogue in the same pass.
  *
- *   y[m,n] = (sum_k x[m,k] * e2m1(w[n,k]) * w_scale[n,k/g]) * (w_tensor_scale[range of n] * x_tensor_scale[m]) + bias[n]
+ *   y[m,n] = (sum_k x[m,k] * e2m1(w[n,k]) * w_scale[n,k/g]) * (w_tensor_scale[range of n] * x_tensor_scale[m])
+ *            + bias[n]
  *
  * x: bf16 in tiles, (ceil(M/16), ceil(K/32), 16, 32), zeros behind K (qt_quantize writes them so); what stands behind M
  * is read and never used. w: codes uint8 (N, K/2) with scale bytes uint8 (N, K/g) as in cpu_matmul.c, or, without
  * scales, bf16 values (N, K). y (M, N) and bias (N) fp32, bf16 or fp16, contiguous.
- * Products of bf16 are exact in fp32; the tile unit sums them in fp32, and takes numbers below 2^-126 for zero. The order
- * over K is fixed: a row of y does not depend on the other rows, nor on the threads.
- * A task decodes 32 rows of w once, in the order the tile unit wants, and multiplies up to CHUNK_M rows of x by them: two
- * tiles of x by two of w by step of K. Moves: codes once per CHUNK_M rows of x, x from the second-level cache per task.
+ * Products of bf16 are exact in fp32; the tile unit sums them in fp32, and takes numbers below 2^-126 for zero. The
+ * order over K is fixed: a row of y does not depend on the other rows, nor on the threads.
+ * A task decodes 32 rows of w once, in the order the tile unit wants, and multiplies up to CHUNK_M rows of x by them:
+ * two tiles of x by two of w by step of K. Moves: codes once per CHUNK_M rows of x, x from the second-level cache per task.
  * Where compiler, processor or system lack AMX, qt_amx_ready says no and the product is not to be called.
  * Does not: check arguments (ops.py does), own threads, keep state. The tests are tests/test_cpu_native.py.
  */
@@ -40,8 +41,9 @@ static void take_tiles(void) {
 /* 32 codes -> bf16 values: a table of the sixteen values times each of the two scales is looked up by the codes. */
 INLINE __m512i decode32(const uint8_t *p, const float s[2], __mmask16 mask) {
     const __m512 e2m1 = _mm512_setr_ps(0, .5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -.5f, -1, -1.5f, -2, -3, -4, -6);
-    const __m512i high = _mm512_setr_epi32(0x030001, 0x070005, 0x0B0009, 0x0F000D, 0x130011, 0x170015, 0x1B0019, 0x1F001D,
-                                           0x230021, 0x270025, 0x2B0029, 0x2F002D, 0x330031, 0x370035, 0x3B0039, 0x3F003D);
+    const __m512i high = _mm512_setr_epi32( /* the upper halves of both tables' numbers */
+        0x030001, 0x070005, 0x0B0009, 0x0F000D, 0x130011, 0x170015, 0x1B0019, 0x1F001D,
+        0x230021, 0x270025, 0x2B0029, 0x2F002D, 0x330031, 0x370035, 0x3B0039, 0x3F003D);
     const __m512i second = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi16(16), 1);
     __m512i lo = _mm512_castps_si512(_mm512_mul_ps(e2m1, _mm512_set1_ps(s[0])));
     __m512i hi = _mm512_castps_si512(_mm512_mul_ps(e2m1, _mm512_set1_ps(s[1])));
@@ -65,7 +67,8 @@ INLINE void transpose16(__m512i r[16]) {
 #pragma GCC unroll 4
     for (int i = 0; i < 4; i++) {
         t[i] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0x88), t[i + 4] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0xDD);
-        t[i + 8] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0x88), t[i + 12] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0xDD);
+        t[i + 8] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0x88);
+        t[i + 12] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0xDD);
     }
 #pragma GCC unroll 4
     for (int i = 0; i < 4; i++) {
@@ -160,7 +163,8 @@ static void product_task(const void *ctx, i64 task) {
 }
 
 /* Returns 1 where there is no memory for 32 decoded rows of w. */
-int qt_amx_matmul(const Layer *l, const void *x, const void *x_ts, i64 x_ts_step, i64 m, void *y, i64 y_dtype, i64 threads) {
+int qt_amx_matmul(const Layer *l, const void *x, const void *x_ts, i64 x_ts_step, i64 m, void *y, i64 y_dtype,
+                  i64 threads) {
     _Atomic int failed = 0;
     i64 panels = (l->n + PANEL - 1) / PANEL, chunk = CHUNK_M;
     while (chunk > LEAST_M && panels * ((m + chunk - 1) / chunk) < 2 * threads) chunk /= 2;
@@ -171,7 +175,8 @@ int qt_amx_matmul(const Layer *l, const void *x, const void *x_ts, i64 x_ts_step
 
 #else
 int qt_amx_ready(void) { return 0; }
-int qt_amx_matmul(const Layer *l, const void *x, const void *x_ts, i64 x_ts_step, i64 m, void *y, i64 y_dtype, i64 threads) {
+int qt_amx_matmul(const Layer *l, const void *x, const void *x_ts, i64 x_ts_step, i64 m, void *y, i64 y_dtype,
+                  i64 threads) {
     (void)l, (void)x, (void)x_ts, (void)x_ts_step, (void)m, (void)y, (void)y_dtype, (void)threads;
     return 1;
 }

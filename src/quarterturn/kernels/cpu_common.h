@@ -142,7 +142,7 @@ INLINE void scale_values(const uint8_t *p, i64 n, const int g, float times, floa
 
 /* What a layer is beside its input: cpu_native.py fills it once and hands it over by address. */
 typedef struct {
-    const double *t; const float *sign; i64 R; double factor; /* rotation; sign: t holds R column factors of a Hadamard */
+    const double *t; const float *sign; i64 R; double factor; /* sign: t holds R column factors of a Hadamard */
     i64 format, rule; /* 0 NVFP4, 1 MXFP4, -1 only rotate; rule: the mantissa above which the exponent goes up */
     const float *encode; i64 token;
     const uint8_t *codes, *scales; i64 group, n, k; /* without scales: codes are bf16 values (N, K) */

@@ -334,13 +334,14 @@ void qt_decode(const void *codes, const void *scales, i64 group, i64 n, i64 k, v
 int qt_quantize(const Layer *l, const void *x, i64 x_dtype, i64 x_stride, i64 rows, void *tensor_scale, void *codes,
                 void *scales, void *values, i64 v_dtype, i64 tiled, i64 threads);
 
-/* Whole layers that read the same few rows x, `layers` of one input side, each with an output (M, N) of its own: x is
- * rotated and quantized (or, format -1, rotated and rounded to its own dtype) once, with the first layer's parameters. */
+/* Whole layers that read the same few rows x, all of one input side, each with an output (M, N) of its own: x is rotated
+ * and quantized (or, format -1, rotated and rounded to its own dtype) once, with the first layer's parameters. */
 int qt_linear(const Layer *const *layers, i64 count, const void *x, i64 x_dtype, i64 x_stride, i64 m, void *const *y,
               i64 y_dtype, i64 threads) {
     const Layer *l = layers[0];
     i64 quantized = l->format >= 0, k = l->k, groups = quantized ? k / l->group : 0, size = x_dtype ? 2 : 4;
-    float *x_ts = malloc((size_t)(4 + m * 4 + m * (quantized ? k / 2 + groups : k * size))); /* 4: even no rows have one scale */
+    /* 4: even no rows have one scale */
+    float *x_ts = malloc((size_t)(4 + m * 4 + m * (quantized ? k / 2 + groups : k * size)));
     if (!x_ts) return 1;
     uint8_t *z = (uint8_t *)(x_ts + m + 1), *x_scales = z + m * k / 2;
     int failed = 0, turned = quantized || l->R;

@@ -6,7 +6,8 @@
  *
  * x (rows, K) fp32, bf16 or fp16, rows may be strided; K is a multiple of R and of the group (16 or 32).
  * Out, contiguous: codes uint8 (rows, K/2), even element in the low nibble, with scale bytes (rows, K/group); or values
- * (rows, K) e2m1 * s; or (format -1) z itself. tensor_scale fp32 (1), or (rows) where each row has its own encode.
+ * (rows, K) e2m1 * s; or (format -1) z itself; values stand in rows, or as bf16 in the tiles of cpu_amx.c.
+ * tensor_scale fp32 (1), or (rows) where each row has its own encode.
  * Every fp32 step is one IEEE operation in the order above: build with -ffp-contract=off and without -ffast-math. z is
  * summed in double in a fixed order, exactly where T is +-1 and x is bf16 of common range. No row looks at another.
  * A group with NaN or Inf gets the NaN scale byte and codes 0; a group whose scale is 0 has codes 0, and so has one of
@@ -49,8 +50,10 @@ INLINE void hadamard_row(float *z, i64 k, const float *sign, const double *facto
                     __m512d a = buf[j], b = buf[j + h];
                     buf[j] = a + b, buf[j + h] = a - b;
                 }
-        for (i64 i = 0; i < R / 8; i++) /* a zero is +0, whatever the signs of its factors */
-            _mm256_storeu_ps(z + base + 8 * i, _mm512_cvtpd_ps(_mm512_fmadd_pd(buf[i], _mm512_loadu_pd(factor + 8 * i), _mm512_setzero_pd())));
+        for (i64 i = 0; i < R / 8; i++) { /* a zero is +0, whatever the signs of its factors */
+            __m512d out = _mm512_fmadd_pd(buf[i], _mm512_loadu_pd(factor + 8 * i), _mm512_setzero_pd());
+            _mm256_storeu_ps(z + base + 8 * i, _mm512_cvtpd_ps(out));
+        }
     }
 }
 #else
