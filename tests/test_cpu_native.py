@@ -15,7 +15,7 @@ from torch import Tensor
 
 from comparing import assert_refused, assert_same_bits
 from quarterturn import FP4Tensor, hadamard, ops, random_hadamard, reference
-from quarterturn.backends import any_torch, cpu_native, op_backend, select
+from quarterturn.backends import Layer, Quantizer, Weight, any_torch, cpu_native, op_backend, select
 from quarterturn.formats import E8M0_RULES, FORMATS, NVFP4
 from quarterturn.kernels import cpu_build
 
@@ -153,6 +153,11 @@ def packed(n: int, k: int, format: str, sizes: tuple[int, ...] | None = None) ->
     return FP4Tensor(codes, scale, torch.rand(len(parts)) + 0.5, None, fmt, parts)
 
 
+def operand_weight(weight: FP4Tensor) -> Weight:
+    scale = weight.block_scale.view(torch.uint8)
+    return Weight(weight.codes, scale, weight.tensor_scale, weight.output_sizes, weight.format)
+
+
 def product64(x: Tensor, x_scale: Tensor, weight: FP4Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
     """The product in float64, and the sum of the magnitudes of its terms."""
     w = weight.values().double() * weight.row_scale().double()
@@ -186,8 +191,9 @@ def test_product_is_that_of_float64(m: int, kind: str, format: str) -> None:
         want, size = product64(values, x_scale, weight, bias)
         worst = ((got.double() - want).abs() / (size + bias.abs())).max().item() if m else 0.0
         assert got.shape == (m, n)
-        # Many bf16 rows go through the CPU's own bf16 product where it has one: its sums are rounded to bf16.
-        rounded = kind == "bf16" and m > cpu_native.FEW_ROWS and any_torch.cpu_has_bf16()
+        # Many bf16 rows go through the library's bf16 product on some CPUs: its sums are rounded to bf16.
+        own = cpu_native._has_tiles() or not any_torch.cpu_has_bf16()
+        rounded = kind == "bf16" and m > cpu_native.FEW_ROWS and not own
         assert worst < (2**-8 if rounded else 1e-6), f"{worst:.2e} of the terms at {(n, k)}"
 
 
@@ -236,6 +242,61 @@ def test_quantizing_does_not_depend_on_the_rows_or_the_threads(threads: None) ->
             again = ops.rotate_quantize(x[:count], matrix, 128**-0.5, **how, backend="cpu_native")  # type: ignore[arg-type]
             assert_same_bits(again[0], whole[0][:count])
             assert_same_bits(again[1].view(torch.uint8), whole[1][:count].view(torch.uint8))
+
+
+@every_format
+@every_dtype
+@pytest.mark.parametrize("activations", ["fp4", "bf16"])
+@pytest.mark.parametrize("decoded", [False, True])
+def test_many_rows_are_the_few(decoded: bool, activations: str, dtype: torch.dtype, format: str, threads: None) -> None:
+    """Tiles, where there are such, and the library's product give what the kernels' own product gives for few rows, up
+    to the order of sums; a row does not depend on the rows beside it, nor on what lies in memory behind them."""
+    rows = cpu_native.FEW_ROWS
+    in_tiles = dtype == torch.bfloat16 or (activations, format) == ("fp4", "nvfp4")
+    odd = 1104 if format == "nvfp4" else 1120  # no whole number of 32, or of 64
+    for n, k, turn in ((37, 96, hadamard(32)), (150, odd, hadamard(16)), (32, 32, None)):
+        weight, bias = packed(n, k, format, (16, n - 16)), torch.randn(n)
+        data = weight.values(torch.bfloat16) if decoded else weight.codes
+        scale = None if decoded else weight.block_scale.view(torch.uint8)
+        side = (None, 1.0) if turn is None else (turn.matrix.float(), turn.factor)
+        x = torch.randn(9 * rows + 3, k).to(dtype)
+        encode = torch.tensor([ENCODE]) if format == "nvfp4" else None
+
+        def run(x: Tensor, given=(data, scale, weight, bias, side, encode)) -> Tensor:
+            data, scale, weight, bias, side, encode = given
+            return torch.ops.quarterturn.fp4_linear(
+                x, data, scale, weight.tensor_scale, weight.output_sizes, bias, format, *side, False, None, 1.0, False,
+                activations == "fp4", encode, "checkpoint", "even", "cpu_native",
+            )  # fmt: skip
+
+        whole = run(x)
+        assert bool(whole.isfinite().all())
+        few = torch.cat([run(part) for part in x.split(rows)])
+        size = whole.double().square().mean().sqrt()
+        unit = {torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}[dtype]
+        assert float((whole.double() - few.double()).abs().max() / size) < 8 * unit
+        if cpu_native._has_tiles() and in_tiles:
+            x[5 * rows] = float("nan")
+            changed = run(x)
+            assert bool(changed[5 * rows].isnan().all())
+            changed[5 * rows] = whole[5 * rows]
+            assert_same_bits(changed, whole, "the rows beside one that is no number")
+            assert_same_bits(run(x[: rows + 6]), whole[: rows + 6], "fewer rows")
+            torch.set_num_threads(1)
+            assert_same_bits(run(x[: rows + 6]), whole[: rows + 6], "one thread")
+            torch.set_num_threads(2)
+
+
+@pytest.mark.skipif(not Path("/proc/cpuinfo").exists(), reason="asks Linux what the CPU has")
+def test_tiles_are_used_where_the_machine_has_them() -> None:
+    """Or the tests of them would hold of nothing."""
+    has = all(word in Path("/proc/cpuinfo").read_text() for word in ("amx_tile", "amx_bf16", "avx512bw"))
+    layer = Layer(operand_weight(packed(32, 64, "nvfp4")), None, None, None, Quantizer(NVFP4, torch.tensor([ENCODE])))
+    form = cpu_native.operand(torch.randn(100, 64).bfloat16(), layer).form
+    if not has:
+        assert form != cpu_native.TILES
+    elif cpu_native._has_tiles():
+        assert form == cpu_native.TILES
 
 
 # ---- building
@@ -330,9 +391,11 @@ def test_the_portable_form_gives_the_same_bits(fresh: Path, monkeypatch: pytest.
 
 
 def test_every_width_compiles(tmp_path: Path) -> None:
-    """Forms that this machine cannot run must still be C: AVX512 with its dot product, and plain x86-64."""
+    """Forms that this machine cannot run must still be C: AMX, AVX512 with its dot product, and plain x86-64."""
     folder = Path(cpu_build.__file__).parent
-    for width in ("x86-64", "x86-64-v3", "icelake-server") if os.uname().machine == "x86_64" else ("native",):
+    for width in (
+        ("x86-64", "x86-64-v3", "icelake-server", "sapphirerapids") if os.uname().machine == "x86_64" else ("native",)
+    ):
         for source in cpu_build.SOURCES:
             command = ["cc", f"-march={width}", "-std=gnu11", "-Wall", "-Wextra", "-Werror", "-Wno-psabi", "-c"]
             done = subprocess.run(

@@ -16,15 +16,16 @@ from torch import Tensor, nn
 
 from . import ops
 from .absent_weight import AbsentWeight
-from .backends import Blocks, Problem, Quantizer, Selection, Weight, get_backend, select
+from .backends import Blocks, Layer, Problem, Quantizer, Selection, Weight, get_backend, select
 from .errors import refusal
 from .formats import E8M0_RULES, RECIPES, FP4Format, get_format
+from .plan import LayerPlan, Stamp, seen_by_torch
+from .sharing import Siblings
 from .tensor import FP4Tensor
 from .transforms import Transform
 
 ACTIVATIONS = ("fp4", "bf16")
 WEIGHTS = ("auto", "packed", "decoded")
-STORED = ("codes", "block_scale", "encode_scale", "input_encode_scale")
 
 
 @dataclass(frozen=True)
@@ -37,47 +38,6 @@ class Explanation:
     reason: str
     rejected: dict[str, list[str]]
     weights: str
-
-
-class _Stamp:
-    """What a layer's derived buffers were made from: tensors, their versions, and choices that can change."""
-
-    __slots__ = ("choices", "dtype", "encode", "tensors", "versions")
-
-    def __init__(self, layer: FP4Linear, dtype: torch.dtype) -> None:
-        buffers, parameters = layer._buffers, layer._parameters
-        names = ("codes", "block_scale", "encode_scale", "input_encode_scale")
-        tensors = [buffers[name] for name in names] + [parameters["bias"]]
-        self.tensors = tensors
-        self.versions = [_version(t) for t in tensors]
-        self.encode = _numbers(buffers["encode_scale"])
-        self.choices = (layer.activations, layer.requested_backend, layer.weights)
-        self.dtype = dtype
-
-    def holds(self, layer: FP4Linear, dtype: torch.dtype) -> bool:
-        buffers = layer._buffers
-        codes, block_scale, encode, input_encode, bias = self.tensors
-        return (
-            dtype is self.dtype
-            and buffers["codes"] is codes
-            and buffers["block_scale"] is block_scale
-            and buffers["encode_scale"] is encode
-            and buffers["input_encode_scale"] is input_encode
-            and layer._parameters["bias"] is bias
-            and (layer.activations, layer.requested_backend, layer.weights) == self.choices
-            and [_version(t) for t in self.tensors] == self.versions
-            and _numbers(encode) == self.encode
-        )
-
-
-def _version(t: Tensor | None) -> tuple[int, int]:
-    # An in-place write raises a tensor's version; tensors made in inference mode keep none. `.data =` moves the memory.
-    return (0, 0) if t is None else (t.data_ptr(), 0 if t.is_inference() else t._version)
-
-
-def _numbers(encode: Tensor | None) -> list[float] | None:
-    # The tensor scale is made of these, so on a CPU, where a look is cheap, they are looked at.
-    return encode.tolist() if encode is not None and encode.device.type == "cpu" else None
 
 
 class FP4Linear(nn.Module):
@@ -150,8 +110,9 @@ class FP4Linear(nn.Module):
         for derived in ("tensor_scale", "values", "input_matrix", "output_matrix"):
             self.register_buffer(derived, None, persistent=False)
         self._selection: Selection | None = None
-        self._stamp: _Stamp | None = None
-        self._plan: ops.LayerPlan | None = None
+        self._stamp: Stamp | None = None
+        self._plan: LayerPlan | None = None
+        self.siblings: Siblings | None = None
         self.register_load_state_dict_post_hook(_refresh)
 
     @classmethod
@@ -201,13 +162,23 @@ class FP4Linear(nn.Module):
         """x (..., in_features) -> (..., out_features) of x.dtype. Raises Refusal for other shapes and dtypes."""
         if torch.compiler.is_compiling():
             return torch.ops.quarterturn.fp4_linear(x, *self._operands())
-        if self._stamp is None or not self._stamp.holds(self, x.dtype):
-            self.refresh(x.dtype)
-        if self._plan is None or ops.seen_by_torch(x):
+        plan = self.current_plan(x.dtype)
+        if plan is None:
+            plan = self.refresh(x.dtype)._plan
+        if plan is None or seen_by_torch(x):
             return torch.ops.quarterturn.fp4_linear(x, *self._operands())
-        return ops.run_layer(x, self._plan)
+        plan.check(x)
+        return plan.run(x) if self.siblings is None else self.siblings.run(x, plan)
 
-    def _made_plan(self, selection: Selection) -> ops.LayerPlan:
+    def current_plan(self, dtype: torch.dtype) -> LayerPlan | None:
+        """How inputs of a dtype are run; None where that is to be made (again) by `refresh`."""
+        stamp = self._stamp
+        return self._plan if stamp is not None and stamp.holds(self, self._choices(), dtype) else None
+
+    def _choices(self) -> tuple[str, ...]:
+        return self.activations, self.requested_backend, self.weights
+
+    def _made_plan(self, selection: Selection, dtype: torch.dtype) -> LayerPlan:
         assert self.tensor_scale is not None
         packed = self.values is None
         weight = Weight(
@@ -218,15 +189,14 @@ class FP4Linear(nn.Module):
             self.format,
         )
         quantizer = Quantizer(self.format, self.input_encode_scale, self.recipe, self.rule)
-        return ops.LayerPlan(
-            selection.backend,
+        layer = Layer(
             weight,
             self.bias,
             _blocks(self.input_transform, self.input_matrix),
             _blocks(self.output_transform, self.output_matrix),
             quantizer if self.activations == "fp4" else None,
-            self.in_features,
         )
+        return LayerPlan(selection.backend, layer, self.in_features, dtype)
 
     def _operands(self) -> tuple[Any, ...]:
         """The arguments of the op behind x."""
@@ -278,8 +248,10 @@ class FP4Linear(nn.Module):
         self.values = selection.backend.prepare(weight, self.weights)
         self.input_matrix = self.input_transform.operand(device) if self.input_transform else None
         self.output_matrix = self.output_transform.operand(device) if self.output_transform else None
-        self._selection, self._stamp = selection, _Stamp(self, dtype)
-        self._plan = self._made_plan(selection)
+        self._selection, self._stamp = selection, Stamp(self, self._choices(), dtype)
+        self._plan = self._made_plan(selection, dtype)
+        if self.siblings is not None:
+            self.siblings.changed()
         return self
 
     def explain(self, dtype: torch.dtype | None = None) -> Explanation:
@@ -377,6 +349,8 @@ class FP4Linear(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.block_scale = self.block_scale.view(self.format.scale_dtype)
+        if self.siblings is not None:
+            self.siblings.join(self)
         self.refresh()
 
     @property

@@ -16,17 +16,14 @@ input that asks for gradients is refused. Every Python function here checks its 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import checks
-from .backends import Backend, Blocks, Quantizer, Weight, compose, op_backend
-from .errors import refusal
+from .backends import Blocks, Layer, Quantizer, Weight, compose, op_backend
 from .formats import FP4Format, get_format
 from .layouts import LINEAR, BLOCKED_128x4, get_layout
 from .tensor import FP4Tensor
@@ -181,18 +178,6 @@ def _blocks(matrix: Tensor | None, factor: float, transpose: bool) -> Blocks | N
     return None if matrix is None else Blocks(matrix, factor, transpose)
 
 
-def _row_count(x: Tensor) -> int:
-    """M: the product of all dimensions but the last."""
-    return math.prod(x.shape[:-1])
-
-
-def _rows(x: Tensor) -> Tensor:
-    """(..., K) as (M, K) with the last dimension contiguous; a copy only where the strides need one."""
-    # reshape cannot infer M where K is 0 or there are no rows, so M is counted.
-    x = x.reshape(_row_count(x), x.shape[-1])
-    return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
-
-
 # Each operator is one function: it checks, then runs, or (`run` False: the fake that tracing asks) tells its shapes.
 
 
@@ -205,7 +190,7 @@ def _rotate(
     if not run:
         return x.new_empty(x.shape, dtype=out_dtype)
     blocks = Blocks(matrix, factor, transpose)
-    return op_backend("rotate", x.device, backend).rotate(_rows(x), blocks, out_dtype).view(x.shape)
+    return op_backend("rotate", x.device, backend).rotate(compose.rows(x), blocks, out_dtype).view(x.shape)
 
 
 def _rotate_quantize(
@@ -226,11 +211,11 @@ def _rotate_quantize(
     layout, fmt = get_layout(scale_layout), quantizer.format
     linear_shape, codes_shape = (*x.shape[:-1], k // fmt.group_size), (*x.shape[:-1], k // 2)
     if not run:
-        stored = linear_shape if layout is LINEAR else layout.shape(_row_count(x), k // fmt.group_size)
+        stored = linear_shape if layout is LINEAR else layout.shape(compose.row_count(x), k // fmt.group_size)
         codes = x.new_empty(codes_shape, dtype=torch.uint8)
         return codes, x.new_empty(stored, dtype=torch.uint8), _tensor_scale_like(x, quantizer)
     codes, scale, tensor_scale = op_backend(op, x.device, backend).rotate_quantize(
-        _rows(x), _blocks(matrix, factor, transpose), quantizer, scale_layout
+        compose.rows(x), _blocks(matrix, factor, transpose), quantizer, scale_layout
     )
     return codes.view(codes_shape), scale.view(linear_shape) if layout is LINEAR else scale, tensor_scale
 
@@ -254,7 +239,7 @@ def _rotate_quantize_dequantize(
     if not run:
         return x.new_empty(x.shape, dtype=out_dtype), _tensor_scale_like(x, quantizer)
     values, tensor_scale = op_backend(op, x.device, backend).rotate_quantize_dequantize(
-        _rows(x), _blocks(matrix, factor, transpose), quantizer, out_dtype
+        compose.rows(x), _blocks(matrix, factor, transpose), quantizer, out_dtype
     )
     return values.view(x.shape), tensor_scale
 
@@ -271,7 +256,7 @@ def _quantizer(
 
 def _tensor_scale_like(x: Tensor, quantizer: Quantizer) -> Tensor:
     per_row = quantizer.recipe == "token" and quantizer.format.has_tensor_scale
-    return x.new_empty((_row_count(x) if per_row else 1,), dtype=torch.float32)
+    return x.new_empty((compose.row_count(x) if per_row else 1,), dtype=torch.float32)
 
 
 def _swizzle_scales(run: bool, scales: Tensor) -> Tensor:
@@ -307,15 +292,15 @@ def _fp4_matmul(
     else:
         checks.x(op, x, *others)
         k = x.shape[-1]
-    checks.x_tensor_scale(op, x_tensor_scale, _row_count(x))
+    checks.x_tensor_scale(op, x_tensor_scale, compose.row_count(x))
     checks.weight(op, k, weight, block_scale, tensor_scale, output_sizes, bias, fmt)
     checks.out_dtype(op, out_dtype)
     shape = (*x.shape[:-1], weight.shape[0])
     if not run:
         return x.new_empty(shape, dtype=out_dtype)
     operand = Weight(weight, block_scale, tensor_scale, tuple(output_sizes), fmt)
-    x_scales = None if x_block_scale is None else _rows(x_block_scale)
-    y = op_backend(op, x.device, backend).matmul(_rows(x), x_scales, x_tensor_scale, operand, bias, out_dtype)
+    x_scales = None if x_block_scale is None else compose.rows(x_block_scale)
+    y = op_backend(op, x.device, backend).matmul(compose.rows(x), x_scales, x_tensor_scale, operand, bias, out_dtype)
     return y.view(shape)
 
 
@@ -353,58 +338,16 @@ def _fp4_linear(
         return x.new_empty(shape)
     y = compose.linear(
         op_backend(op, x.device, backend),
-        _rows(x),
-        Weight(weight, block_scale, tensor_scale, tuple(output_sizes), fmt),
-        bias,
-        _blocks(input_matrix, input_factor, input_transpose),
-        _blocks(output_matrix, output_factor, output_transpose),
-        Quantizer(fmt, encode_scale, recipe, rule) if quantize else None,
+        compose.rows(x),
+        Layer(
+            Weight(weight, block_scale, tensor_scale, tuple(output_sizes), fmt),
+            bias,
+            _blocks(input_matrix, input_factor, input_transpose),
+            _blocks(output_matrix, output_factor, output_transpose),
+            Quantizer(fmt, encode_scale, recipe, rule) if quantize else None,
+        ),
     )
     return y.view(shape)
-
-
-@dataclass(frozen=True)
-class LayerPlan:
-    """What FP4Linear has chosen and checked for its inputs to come: all that fp4_linear needs beside x."""
-
-    backend: Backend
-    weight: Weight
-    bias: Tensor | None
-    input_blocks: Blocks | None
-    output_blocks: Blocks | None
-    quantizer: Quantizer | None
-    in_features: int
-
-
-def seen_by_torch(x: Tensor) -> bool:
-    """Whether anything looks on that must see an operator: tracing, fake tensors, modes, autocast, functorch."""
-    return (
-        type(x) is not Tensor
-        or torch.compiler.is_compiling()
-        or torch.is_autocast_enabled(x.device.type)
-        or torch._C._get_tracing_state() is not None
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._functorch.peek_interpreter_stack() is not None
-    )
-
-
-def run_layer(x: Tensor, plan: LayerPlan) -> Tensor:
-    """What fp4_linear computes, without the dispatcher, which costs more than a small product on a CPU."""
-    weight, k = plan.weight.data, plan.in_features
-    if x.dtype not in checks.FLOATS or x.requires_grad or x.dim() == 0 or x.device != weight.device:
-        checks.x("fp4_linear", x, weight)
-    if x.shape[-1] != k:
-        raise refusal(
-            "fp4_linear",
-            "x does not fit the weight.",
-            needs=[(f"x (..., {k})", str(tuple(x.shape)))],
-            do="check the layer's sizes",
-        )
-    rows = x.view(-1, k) if x.is_contiguous() and x.numel() else _rows(x)
-    y = compose.linear(
-        plan.backend, rows, plan.weight, plan.bias, plan.input_blocks, plan.output_blocks, plan.quantizer
-    )
-    return y.view(*x.shape[:-1], y.shape[-1])
 
 
 def _register(name: str, operator: Callable[..., Any]) -> None:

@@ -1,9 +1,10 @@
 """The ways to run, in the order automatic choice tries them, and the one function that chooses.
 
 A backend is a module with five parts: a docstring table (needs, provides, does not), `missing(device, capability)` for
-the machine, `refuses(problem)` for the layer, `prepare(weight, ...)`, and the ops (one that fuses a whole layer also
-has `linear`, see compose.py). Both questions are answered with a list of reasons; an empty list means yes. Automatic
-choice takes the first backend with no reason against it. An explicit choice is run or refused, never replaced.
+the machine, `refuses(problem)` for the layer, `prepare(weight, ...)`, and the ops. One with a way of its own through a
+whole layer is a FusedBackend besides, see protocol.py. Both questions are answered with a list of reasons; no reasons
+mean yes. Automatic choice takes the first backend with no reason against it. An explicit choice is run or refused,
+never replaced.
 """
 
 from __future__ import annotations
@@ -17,15 +18,18 @@ import torch
 
 from ..errors import BackendRefusal, refusal
 from . import any_torch, cpu_native, gpu_triton
-from .protocol import Backend, Blocks, Problem, Quantizer, Weight
+from .protocol import Backend, Blocks, Layer, Operand, Problem, Quantizer, Together, Weight
 
 __all__ = [
     "BACKENDS",
     "Backend",
     "Blocks",
+    "Layer",
+    "Operand",
     "Problem",
     "Quantizer",
     "Selection",
+    "Together",
     "Weight",
     "get_backend",
     "op_backend",

@@ -1,42 +1,74 @@
-"""A whole layer out of a backend's parts, where it does not fuse them, and the end of every product."""
+"""A whole layer out of a backend's parts, where it does not fuse them, and the end of every product.
+
+linear = together, or product of operand.  operand: rotate, quantize.  product: multiply, turn the output.
+"""
 
 from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from ..tensor import per_output
-from .protocol import Backend, Blocks, Quantizer, Weight
+from .protocol import Backend, FusedBackend, Layer, Operand, Together, Weight
 
 
-def linear(
-    backend: Backend,
-    x: Tensor,
-    weight: Weight,
-    bias: Tensor | None,
-    input_blocks: Blocks | None,
-    output_blocks: Blocks | None,
-    quantizer: Quantizer | None,
-) -> Tensor:
-    """Rotate, quantize, multiply, turn the output: x (M, K) -> (M, N) of x.dtype. No quantizer means W4A16.
+def row_count(x: Tensor) -> int:
+    """M: the product of all dimensions but the last."""
+    return math.prod(x.shape[:-1])
 
-    A backend that has a `linear` of its own, with these arguments less the first, is asked instead.
-    """
-    fused = getattr(backend, "linear", None)
+
+def rows(x: Tensor) -> Tensor:
+    """(..., K) as (M, K) with the last dimension contiguous; a copy only where the strides need one."""
+    # reshape cannot infer M where K is 0 or there are no rows, so M is counted.
+    x = x.reshape(row_count(x), x.shape[-1])
+    return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
+
+
+def linear(backend: Backend, x: Tensor, layer: Layer) -> Tensor:
+    """x (M, K) -> (M, N) of x.dtype."""
+    run = together(backend, (layer,))
+    whole = run(x) if run is not None and x.is_contiguous() else None
+    return whole[0] if whole is not None else product(backend, operand(backend, x, layer), layer)
+
+
+def together(backend: Backend, layers: Sequence[Layer]) -> Together | None:
+    """Layers that take the same operand as one function of x, where the backend has such: see FusedBackend."""
+    fused = _fused(backend)
+    return None if fused is None else fused.together(layers)
+
+
+def operand(backend: Backend, x: Tensor, layer: Layer) -> Operand:
+    """x (M, K), rotated and quantized as the layer asks."""
+    fused = _fused(backend)
     if fused is not None:
-        result: Tensor = fused(x, weight, bias, input_blocks, output_blocks, quantizer)
-        return result
-    # The output transform takes the product in fp32, so that the result is rounded once.
-    product_dtype = x.dtype if output_blocks is None else torch.float32
-    operand, tensor_scale = x, None
+        return fused.operand(x, layer)
+    quantizer, values, tensor_scale = layer.quantizer, x, None
     if quantizer is not None:
         # MXFP4 values can overflow fp16; NVFP4 values are exact in every float dtype.
-        values_dtype = torch.float32 if x.dtype == torch.float16 and not quantizer.format.has_tensor_scale else x.dtype
-        operand, tensor_scale = backend.rotate_quantize_dequantize(x, input_blocks, quantizer, values_dtype)
-    elif input_blocks is not None:
-        operand = backend.rotate(x, input_blocks, x.dtype)
-    y = backend.matmul(operand, None, tensor_scale, weight, bias, product_dtype)
-    return y if output_blocks is None else backend.rotate(y, output_blocks, x.dtype)
+        dtype = torch.float32 if x.dtype == torch.float16 and not quantizer.format.has_tensor_scale else x.dtype
+        values, tensor_scale = backend.rotate_quantize_dequantize(x, layer.input_blocks, quantizer, dtype)
+    elif layer.input_blocks is not None:
+        values = backend.rotate(x, layer.input_blocks, x.dtype)
+    return Operand(values, None, tensor_scale, x.shape[0], x.dtype)
+
+
+def product(backend: Backend, operand: Operand, layer: Layer) -> Tensor:
+    """The operand times the weight, the output turned: (M, N) of the operand's dtype."""
+    fused = _fused(backend)
+    if fused is not None:
+        return fused.product(operand, layer)
+    # The output transform takes the product in fp32, so that the result is rounded once.
+    dtype = operand.dtype if layer.output_blocks is None else torch.float32
+    y = backend.matmul(operand.data, operand.block_scale, operand.tensor_scale, layer.weight, layer.bias, dtype)
+    return y if layer.output_blocks is None else backend.rotate(y, layer.output_blocks, operand.dtype)
+
+
+def _fused(backend: Backend) -> FusedBackend | None:
+    return cast(FusedBackend, backend) if hasattr(backend, "together") else None
 
 
 def epilogue(

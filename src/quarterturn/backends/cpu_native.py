@@ -1,19 +1,22 @@
 """C kernels on a CPU, compiled once by the system's compiler.
 
 | needs     | a CPU, and gcc or clang for the first use |
-| provides  | every op, format, dtype and size; the steps of a layer fused for few rows, weights packed at 4.5 bits |
+| provides  | every op, format, dtype and size; a layer's steps fused, weights packed at 4.5 bits or decoded to bf16 |
 | does not  | QuTLASS's MXFP4 recipe (any_torch computes that one, with the same bits) |
 | run on    | x86-64 with AVX2; x86-64 with AVX-512 and AMX |
 
 Packed weights are multiplied by packed activations: integer products of the codes, exact in every group, times the
 scales in fp32, so that a row's bits do not depend on the batch, neither in the quantization nor in the product. Many
-rows of unquantized activations (W4A16), and many rows on a CPU with bf16 instructions, decode slices of the weights for
-the library's product instead. z is summed in float64 in a fixed order.
+rows go through the bf16 tiles of AMX where there are such, the weights decoded on the way; or else, unquantized (W4A16)
+or on a CPU with other bf16 instructions, through the library's product, for which slices of the weights are decoded.
+z is summed in float64 in a fixed order.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import ctypes
+import math
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
@@ -25,20 +28,18 @@ from ..layouts import get_layout
 from ..tensor import FP4Tensor
 from . import any_torch
 from .compose import epilogue
-from .protocol import Blocks, Problem, Quantizer, Weight
+from .cpu_layer import DTYPE, Native, native
+from .protocol import Blocks, Layer, Operand, Problem, Quantizer, Together, Weight
 
 NAME = "cpu_native"
 FEW_ROWS = 64
-"""Up to here the kernel's own product is always used; above, the library's can be faster."""
+"""Up to here the integer product is always used; above, products in bf16 can be faster."""
 SCRATCH = 1 << 21
 """Weights that are decoded at a time for the library's product: 8 MB of fp32."""
+TILES, CODES = "tiles", "codes"
+"""Forms of an operand: bf16 tiles for AMX, see cpu_amx.c; packed codes with scale bytes."""
 
-_DTYPE = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _CODES = -1
-_FORMAT = {"nvfp4": 0, "mxfp4": 1}
-_ROTATE_ONLY = -1
-# The mantissa bits of a group's amax above which the power of two goes up by one, for each E8M0 rule.
-_RULE = {"even": 0x5FFFFF, "floor": 0x7FFFFF, "ceil": 0, "rceil": 0x400000}
 
 
 def missing(device: torch.device, capability: tuple[int, int] | None = None) -> list[str]:
@@ -62,7 +63,7 @@ def rotate(x: Tensor, blocks: Blocks, out_dtype: torch.dtype) -> Tensor:
     """x (M, K) @ V per block, summed in float64, rounded to fp32, then to out_dtype."""
     out = torch.empty(x.shape, dtype=out_dtype)
     if x.numel():
-        _quantize(x, blocks, _ROTATE_ONLY, 0, None, False, x.new_empty(1, dtype=torch.float32), values=out)
+        _quantize(x, Native(x.shape[1]).rotating(blocks), values=out)
     return out
 
 
@@ -72,7 +73,7 @@ def rotate_quantize(
     """x (M, K) -> packed codes (M, K/2), scale bytes in the layout, tensor scale (1,) or (M,)."""
     if _reproduces_qutlass_mxfp4(quantizer):
         return any_torch.rotate_quantize(x, blocks, quantizer, scale_layout)
-    codes, scale, tensor_scale = _codes(x, blocks, quantizer)
+    codes, scale, tensor_scale = _codes(x, _input_side(x, blocks, quantizer), quantizer.format)
     return codes, get_layout(scale_layout).forward(scale) if scale_layout != "linear" else scale, tensor_scale
 
 
@@ -83,7 +84,7 @@ def rotate_quantize_dequantize(
     if _reproduces_qutlass_mxfp4(quantizer):
         return any_torch.rotate_quantize_dequantize(x, blocks, quantizer, out_dtype)
     out = torch.empty(x.shape, dtype=out_dtype)
-    return out, _run_quantizer(x, blocks, quantizer, values=out)
+    return out, _quantize(x, _input_side(x, blocks, quantizer), values=out)
 
 
 def matmul(
@@ -95,208 +96,191 @@ def matmul(
     out_dtype: torch.dtype,
 ) -> Tensor:
     """(M, K) x (N, K)^T -> (M, N)."""
-    if weight.block_scale is None:
+    m, quantized = x.shape[0], x_block_scale is not None
+    if weight.block_scale is None and not (x.dtype == torch.bfloat16 and _has_tiles()):
         return any_torch.matmul(x, x_block_scale, x_tensor_scale, weight, bias, out_dtype)
-    if _own_product(x.shape[0], x_block_scale is not None):
-        return _few_rows(x, x_block_scale, x_tensor_scale, weight, bias, out_dtype)
+    layer = Native(weight.data.shape[1] * (1 if weight.block_scale is None else 2)).multiplying(weight, bias)
+    if _own_product(m, weight, quantized):
+        return _few_rows(x, x_block_scale, x_tensor_scale, layer, out_dtype)
     if x_block_scale is not None:
-        x = _decoded(x, x_block_scale, weight.format, any_torch.product_dtype(x, weight))
+        exact = weight.format.has_tensor_scale and _has_tiles()
+        x = _decoded(x, x_block_scale, weight.format, torch.bfloat16 if exact else torch.float32)
+    if _in_tiles(m, weight, x.dtype == torch.bfloat16):
+        return _tile_product(_tiles(x, Native(x.shape[1]))[0], x_tensor_scale, m, layer, out_dtype)
     return _many_rows(x, x_tensor_scale, weight, bias, out_dtype)
 
 
-def linear(
-    x: Tensor,
-    weight: Weight,
-    bias: Tensor | None,
-    input_blocks: Blocks | None,
-    output_blocks: Blocks | None,
-    quantizer: Quantizer | None,
-) -> Tensor:
-    """A whole layer: x (M, K) -> (M, N) of x.dtype."""
-    product_dtype = x.dtype if output_blocks is None else torch.float32
-    operand, tensor_scale = x, None
+def operand(x: Tensor, layer: Layer) -> Operand:
+    """x (M, K), rotated and quantized, in the form that its product takes."""
+    weight, quantizer, blocks = layer.weight, layer.quantizer, layer.input_blocks
+    (m, k), dtype = x.shape, x.dtype
+    if quantizer is not None and _reproduces_qutlass_mxfp4(quantizer):
+        values, tensor_scale = any_torch.rotate_quantize_dequantize(x, blocks, quantizer, _values_dtype(x, weight))
+        return Operand(values, None, tensor_scale, m, dtype)
+    if quantizer is not None and _own_product(m, weight, True):
+        codes, scale, tensor_scale = _codes(x, native(layer, k), quantizer.format)
+        return Operand(codes, scale, tensor_scale, m, dtype, CODES)
+    # Two bytes hold every value of NVFP4; those of MXFP4 reach below what tiles tell from zero.
+    exact = dtype == torch.bfloat16 or (quantizer is not None and quantizer.format.has_tensor_scale)
+    if _in_tiles(m, weight, exact):
+        tiles, scale_of_tensor = _tiles(x, native(layer, k))
+        return Operand(tiles, None, None if quantizer is None else scale_of_tensor, m, dtype, TILES)
     if quantizer is not None:
-        own = weight.block_scale is not None and _own_product(x.shape[0], True)
-        if own and not _reproduces_qutlass_mxfp4(quantizer):
-            y = _few_rows_fused(x, weight, bias, input_blocks, quantizer, product_dtype)
-            return y if output_blocks is None else rotate(y, output_blocks, x.dtype)
-        # Quantized values are exact in every dtype, so they go straight into the one that the product wants.
-        values_dtype = any_torch.product_dtype(x, weight)
-        operand, tensor_scale = rotate_quantize_dequantize(x, input_blocks, quantizer, values_dtype)
-    elif input_blocks is not None:
-        operand = rotate(x, input_blocks, x.dtype)
-    y = matmul(operand, None, tensor_scale, weight, bias, product_dtype)
-    return y if output_blocks is None else rotate(y, output_blocks, x.dtype)
+        values = torch.empty(m, k, dtype=_values_dtype(x, weight))
+        return Operand(values, None, _quantize(x, native(layer, k), values=values), m, dtype)
+    return Operand(x if blocks is None else rotate(x, blocks, dtype), None, None, m, dtype)
 
 
-def _own_product(rows: int, quantized: bool) -> bool:
+def product(operand: Operand, layer: Layer) -> Tensor:
+    """The operand times the weight, the output turned: (M, N) of the operand's dtype."""
+    # The output transform takes the product in fp32, so that the result is rounded once.
+    dtype = operand.dtype if layer.output_blocks is None else torch.float32
+    x, x_scale, x_ts, weight = operand.data, operand.block_scale, operand.tensor_scale, layer.weight
+    k = weight.data.shape[1] * (1 if weight.block_scale is None else 2)
+    if operand.form == TILES:
+        y = _tile_product(x, x_ts, operand.rows, native(layer, k), dtype)
+    elif _own_product(operand.rows, weight, operand.form == CODES):
+        y = _few_rows(x, x_scale, x_ts, native(layer, k), dtype)
+    else:
+        y = matmul(x, x_scale, x_ts, weight, layer.bias, dtype)
+    return y if layer.output_blocks is None else rotate(y, layer.output_blocks, operand.dtype)
+
+
+def together(layers: Sequence[Layer]) -> Together | None:
+    """Layers that take the same operand of a few rows, in one call of the kernels."""
+    first = layers[0]
+    turned, quantizer = first.output_blocks is not None, first.quantizer
+    if (
+        first.weight.block_scale is None
+        or (quantizer is not None and _reproduces_qutlass_mxfp4(quantizer))
+        or any((layer.output_blocks is not None) != turned for layer in layers)
+    ):
+        return None
+    k = first.weight.data.shape[1] * 2
+    natives = [native(layer, k) for layer in layers]
+    count, sizes = len(layers), [one.n for one in natives]
+    addresses: type[ctypes.Array[ctypes.c_void_p]] = ctypes.c_void_p * count
+    structs, qt_linear = addresses(*(one.address for one in natives)), cpu_build.library().qt_linear
+
+    def run(x: Tensor) -> list[Tensor] | None:
+        *outer, _ = x.shape
+        m, dtype = math.prod(outer), x.dtype
+        if m > FEW_ROWS:
+            return None
+        out_dtype = torch.float32 if turned else dtype
+        ys = [torch.empty(*outer, n, dtype=out_dtype) for n in sizes]
+        outputs = addresses(*[y.data_ptr() for y in ys])
+        failed = qt_linear(
+            structs, count, x.data_ptr(), DTYPE[dtype], k, m, outputs, DTYPE[out_dtype], torch.get_num_threads()
+        )
+        _check(failed)
+        return [_turned(y, layer, dtype) for y, layer in zip(ys, layers, strict=True)] if turned else ys
+
+    # The structs live as long as the function does.
+    run.natives = natives  # type: ignore[attr-defined]
+    return run
+
+
+def _turned(y: Tensor, layer: Layer, dtype: torch.dtype) -> Tensor:
+    assert layer.output_blocks is not None
+    return rotate(y.view(-1, y.shape[-1]), layer.output_blocks, dtype).view(y.shape)
+
+
+def _own_product(rows: int, weight: Weight, quantized: bool) -> bool:
     """Integer products win at any number of rows, but against a CPU's own bf16 products; others win for few rows."""
-    return rows <= FEW_ROWS or (quantized and not any_torch.cpu_has_bf16())
+    return weight.block_scale is not None and (rows <= FEW_ROWS or (quantized and not any_torch.cpu_has_bf16()))
+
+
+def _in_tiles(rows: int, weight: Weight, exact: bool) -> bool:
+    """Whether the product runs on tiles, `exact` being whether bf16 holds x: many rows, or weights already decoded."""
+    return exact and (rows > FEW_ROWS or weight.block_scale is None) and _has_tiles()
+
+
+def _has_tiles() -> bool:
+    return any_torch.cpu_has_bf16() and _tiles_allowed(cpu_build.library())
+
+
+@lru_cache(maxsize=1)
+def _tiles_allowed(kernels: ctypes.CDLL) -> bool:
+    """Whether these kernels were compiled for tiles, and the system grants them."""
+    return bool(kernels.qt_amx_ready())
 
 
 def _reproduces_qutlass_mxfp4(quantizer: Quantizer) -> bool:
     return quantizer.recipe == "qutlass" and not quantizer.format.has_tensor_scale
 
 
-def _codes(x: Tensor, blocks: Blocks | None, quantizer: Quantizer) -> tuple[Tensor, Tensor, Tensor]:
+def _values_dtype(x: Tensor, weight: Weight) -> torch.dtype:
+    """Quantized values are exact in every dtype, so they go straight into the one that the product wants."""
+    return any_torch.product_dtype(x, weight)
+
+
+def _input_side(x: Tensor, blocks: Blocks | None, quantizer: Quantizer) -> Native:
+    return Native(x.shape[1]).rotating(blocks).quantizing(quantizer)
+
+
+def _codes(x: Tensor, layer: Native, format: FP4Format) -> tuple[Tensor, Tensor, Tensor]:
+    codes = torch.empty(format.codes_shape(*x.shape), dtype=torch.uint8)
+    scale = torch.empty(format.scale_shape(*x.shape), dtype=torch.uint8)
+    return codes, scale, _quantize(x, layer, codes=codes, scale=scale)
+
+
+def _tiles(x: Tensor, layer: Native) -> tuple[Tensor, Tensor]:
     m, k = x.shape
-    codes = torch.empty(quantizer.format.codes_shape(m, k), dtype=torch.uint8)
-    scale = torch.empty(quantizer.format.scale_shape(m, k), dtype=torch.uint8)
-    return codes, scale, _run_quantizer(x, blocks, quantizer, codes=codes, scale=scale)
-
-
-def _run_quantizer(
-    x: Tensor,
-    blocks: Blocks | None,
-    quantizer: Quantizer,
-    codes: Tensor | None = None,
-    scale: Tensor | None = None,
-    values: Tensor | None = None,
-) -> Tensor:
-    """Fill the outputs that are given; returns the tensor scale."""
-    scaled = quantizer.format.has_tensor_scale
-    per_row = quantizer.recipe == "token" and scaled
-    tensor_scale = torch.empty(x.shape[0] if per_row else 1, dtype=torch.float32)
-    encode = quantizer.encode_scale if quantizer.recipe == "checkpoint" else None
-    if encode is None or not scaled:
-        encode = _ENCODE_QUTLASS
-    format, rule = _FORMAT[quantizer.format.name], _RULE[quantizer.rule]
-    _quantize(x, blocks, format, rule, encode, per_row, tensor_scale, codes, scale, values)
-    return tensor_scale
-
-
-_ENCODE_QUTLASS = torch.full((1,), 6.0, dtype=torch.float32, device="cpu")
+    tiles = torch.empty(-(-m // 16), -(-k // 32), 16, 32, dtype=torch.bfloat16)
+    return tiles, _quantize(x, layer, values=tiles, tiled=True)
 
 
 def _quantize(
     x: Tensor,
-    blocks: Blocks | None,
-    format: int,
-    rule: int,
-    encode: Tensor | None,
-    per_row: bool,
-    tensor_scale: Tensor,
+    layer: Native,
     codes: Tensor | None = None,
     scale: Tensor | None = None,
     values: Tensor | None = None,
-) -> None:
-    prepared = _NO_BLOCKS if blocks is None else _prepared(blocks)
-    failed = cpu_build.library().qt_quantize(
-        x.data_ptr(),
-        _DTYPE[x.dtype],
-        x.stride(0),
-        x.shape[0],
-        x.shape[1],
-        _address(prepared.table),
-        _address(prepared.signs),
-        prepared.size,
-        prepared.factor,
-        format,
-        rule,
-        _address(encode),
-        per_row,
-        tensor_scale.data_ptr(),
-        _address(codes),
-        _address(scale),
-        _address(values),
-        0 if values is None else _DTYPE[values.dtype],
-        torch.get_num_threads(),
-    )
-    if failed:
-        raise MemoryError("cpu_native: no memory for the rows of an activation")
-
-
-def _few_rows_fused(
-    x: Tensor,
-    weight: Weight,
-    bias: Tensor | None,
-    blocks: Blocks | None,
-    quantizer: Quantizer,
-    out_dtype: torch.dtype,
+    tiled: bool = False,
 ) -> Tensor:
-    """Rotate, quantize and multiply in one call; the bits are those of the two calls."""
-    assert weight.block_scale is not None
-    prepared = _NO_BLOCKS if blocks is None else _prepared(blocks)
-    encode = quantizer.encode_scale if quantizer.recipe == "checkpoint" else None
-    m, k = x.shape
-    n = weight.data.shape[0]
-    y = torch.empty(m, n, dtype=out_dtype)
-    codes, block_scale = weight.data.contiguous(), weight.block_scale.contiguous()
-    failed = cpu_build.library().qt_linear(
-        x.data_ptr(),
-        _DTYPE[x.dtype],
-        x.stride(0),
-        m,
-        k,
-        _address(prepared.table),
-        _address(prepared.signs),
-        prepared.size,
-        prepared.factor,
-        _FORMAT[quantizer.format.name],
-        _RULE[quantizer.rule],
-        (_ENCODE_QUTLASS if encode is None else encode).data_ptr(),
-        quantizer.recipe == "token" and quantizer.format.has_tensor_scale,
-        codes.data_ptr(),
-        block_scale.data_ptr(),
-        quantizer.format.group_size,
-        n,
-        weight.tensor_scale.data_ptr(),
-        _ends(weight.output_sizes).data_ptr(),
-        _address(bias),
-        0 if bias is None else _DTYPE[bias.dtype],
-        y.data_ptr(),
-        _DTYPE[out_dtype],
-        torch.get_num_threads(),
-    )
-    if failed:
-        raise MemoryError("cpu_native: no memory for the rows of an activation")
-    return y
+    """Fill the outputs that are given; returns the tensor scale."""
+    m = x.shape[0]
+    tensor_scale = torch.empty(m if layer.per_row else 1, dtype=torch.float32)
+    failed = cpu_build.library().qt_quantize(
+        layer.address, x.data_ptr(), DTYPE[x.dtype], x.stride(0), m, tensor_scale.data_ptr(), _address(codes),
+        _address(scale), _address(values), 0 if values is None else DTYPE[values.dtype], tiled, torch.get_num_threads(),
+    )  # fmt: skip
+    _check(failed)
+    return tensor_scale
 
 
 def _few_rows(
-    x: Tensor,
-    x_block_scale: Tensor | None,
-    x_tensor_scale: Tensor | None,
-    weight: Weight,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
+    x: Tensor, x_block_scale: Tensor | None, x_tensor_scale: Tensor | None, layer: Native, out_dtype: torch.dtype
 ) -> Tensor:
-    assert weight.block_scale is not None
-    codes, block_scale = weight.data.contiguous(), weight.block_scale.contiguous()
-    n, k = codes.shape[0], codes.shape[1] * 2
-    y = torch.empty(x.shape[0], n, dtype=out_dtype)
+    """x values with their last dimension contiguous, or contiguous codes and scale bytes."""
+    m = x.shape[0]
+    y = torch.empty(m, layer.n, dtype=out_dtype)
     x = x if x.stride(1) == 1 and x_block_scale is None else x.contiguous()
-    x_scales = None if x_block_scale is None else x_block_scale.contiguous()
-    bias = None if bias is None else bias.contiguous()
+    x_block_scale = None if x_block_scale is None else x_block_scale.contiguous()
     failed = cpu_build.library().qt_matmul(
-        x.data_ptr(),
-        _CODES if x_scales is not None else _DTYPE[x.dtype],
-        x.stride(0),
-        _address(x_scales),
-        _address(x_tensor_scale),
-        0 if x_tensor_scale is None or x_tensor_scale.numel() == 1 else 1,
-        x.shape[0],
-        codes.data_ptr(),
-        block_scale.data_ptr(),
-        weight.format.group_size,
-        n,
-        k,
-        weight.tensor_scale.data_ptr(),
-        _ends(weight.output_sizes).data_ptr(),
-        _address(bias),
-        0 if bias is None else _DTYPE[bias.dtype],
-        y.data_ptr(),
-        _DTYPE[out_dtype],
+        layer.address, x.data_ptr(), DTYPE[x.dtype] if x_block_scale is None else _CODES, x.stride(0),
+        _address(x_block_scale), _address(x_tensor_scale), _step(x_tensor_scale), m, y.data_ptr(), DTYPE[out_dtype],
         torch.get_num_threads(),
-    )
-    if failed:
-        raise MemoryError("cpu_native: no memory for the rows of an activation")
+    )  # fmt: skip
+    _check(failed)
+    return y
+
+
+def _tile_product(tiles: Tensor, x_tensor_scale: Tensor | None, m: int, layer: Native, dtype: torch.dtype) -> Tensor:
+    y = torch.empty(m, layer.n, dtype=dtype)
+    failed = cpu_build.library().qt_amx_matmul(
+        layer.address, tiles.data_ptr(), _address(x_tensor_scale), _step(x_tensor_scale), m, y.data_ptr(), DTYPE[dtype],
+        torch.get_num_threads(),
+    )  # fmt: skip
+    _check(failed)
     return y
 
 
 def _many_rows(
     x: Tensor, x_tensor_scale: Tensor | None, weight: Weight, bias: Tensor | None, out_dtype: torch.dtype
 ) -> Tensor:
+    """The library's product, with slices of the weights decoded for it."""
     assert weight.block_scale is not None
     dtype = any_torch.product_dtype(x, weight)
     x = x.to(dtype)
@@ -316,65 +300,21 @@ def _decoded(codes: Tensor, block_scale: Tensor, format: FP4Format, dtype: torch
     n, k = codes.shape[0], codes.shape[1] * 2
     out = torch.empty(n, k, dtype=dtype)
     cpu_build.library().qt_decode(
-        codes.data_ptr(), block_scale.data_ptr(), format.group_size, n, k, out.data_ptr(), _DTYPE[dtype],
+        codes.data_ptr(), block_scale.data_ptr(), format.group_size, n, k, out.data_ptr(), DTYPE[dtype],
         torch.get_num_threads(),
     )  # fmt: skip
     return out
 
 
-@dataclass(frozen=True)
-class _Prepared:
-    """A block matrix as the kernel reads it. Without signs, table is float64 (R, R rounded up to 8); with signs, the
-    matrix is diag(signs) H diag(table) for Sylvester's H, and is multiplied in R log R steps."""
-
-    table: Tensor | None
-    signs: Tensor | None
-    size: int
-    factor: float
-
-
-_NO_BLOCKS = _Prepared(None, None, 0, 1.0)
-
-
-def _prepared(blocks: Blocks) -> _Prepared:
-    """The kernel's form of a block, kept on the matrix it was made of, and made again when that is written to."""
-    matrix = blocks.matrix
-    key = (blocks.factor, blocks.transpose, 0 if matrix.is_inference() else matrix._version)
-    kept = getattr(matrix, "_cpu_native", None)
-    if kept is None or kept[0] != key:
-        kept = (key, _prepare_blocks(blocks))
-        matrix._cpu_native = kept  # type: ignore[attr-defined]
-    result: _Prepared = kept[1]
-    return result
-
-
-def _prepare_blocks(blocks: Blocks) -> _Prepared:
-    m = blocks.matrix.detach().float().double()
-    m = (m.T if blocks.transpose else m).contiguous()
-    size = m.shape[0]
-    factor = float(torch.tensor(blocks.factor, dtype=torch.float32, device="cpu"))
-    if size >= 16 and size & (size - 1) == 0 and bool((m.abs() == 1).all()):
-        # A matrix of this form is known by its first row and column.
-        columns, signs = m[0] * m[0, 0], m[:, 0]
-        if torch.equal(signs.view(-1, 1) * _sylvester(size) * columns, m):
-            return _Prepared((columns * factor).contiguous(), signs.float().contiguous(), size, factor)
-    table = torch.zeros(size, -(-size // 8) * 8, dtype=torch.float64, device="cpu")
-    table[:, :size] = m
-    return _Prepared(table, None, size, factor)
-
-
-def _sylvester(size: int) -> Tensor:
-    entries = torch.ones(1, 1, dtype=torch.float64, device="cpu")
-    while entries.shape[0] < size:
-        entries = torch.cat((torch.cat((entries, entries), 1), torch.cat((entries, -entries), 1)))
-    return entries
-
-
-@lru_cache(maxsize=256)
-def _ends(output_sizes: tuple[int, ...]) -> Tensor:
-    """The first row behind each range."""
-    return torch.tensor(output_sizes, dtype=torch.int64, device="cpu").cumsum(0)
+def _check(failed: int) -> None:
+    if failed:
+        raise MemoryError("cpu_native: no memory for the rows of an activation")
 
 
 def _address(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
+
+
+def _step(tensor_scale: Tensor | None) -> int:
+    """From the tensor scale of one row to the next: none where all rows have one."""
+    return 0 if tensor_scale is None or tensor_scale.numel() == 1 else 1

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -58,6 +59,32 @@ class Weight:
     format: FP4Format
 
 
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """All that a layer is beside its input. No quantizer means W4A16."""
+
+    weight: Weight
+    bias: Tensor | None
+    input_blocks: Blocks | None
+    output_blocks: Blocks | None
+    quantizer: Quantizer | None
+    kept: dict[str, Any] = field(default_factory=dict)
+    """What a backend has made of it for calls to come, under the backend's name."""
+
+
+@dataclass(frozen=True, eq=False)
+class Operand:
+    """An input as a backend's product takes it: rotated, and quantized where the layer does. `data` is values (M, K),
+    packed codes with `block_scale`, or whatever the backend's `form` says; `dtype` is the input's, and the result's."""
+
+    data: Tensor
+    block_scale: Tensor | None
+    tensor_scale: Tensor | None
+    rows: int
+    dtype: torch.dtype
+    form: str = "rows"
+
+
 class Backend(Protocol):
     """One way to run the ops; every method takes 2-D contiguous-in-K tensors that `ops` has checked."""
 
@@ -97,16 +124,24 @@ class Backend(Protocol):
         """(M, K) x (N, K)^T -> (M, N): fp32 accumulation, alpha and bias in fp32, one rounding."""
 
 
-class FusedBackend(Backend, Protocol):
-    """A backend that runs a whole layer itself; compose.py puts the layer together for the others."""
+Together = Callable[[Tensor], "list[Tensor] | None"]
 
-    def linear(
-        self,
-        x: Tensor,
-        weight: Weight,
-        bias: Tensor | None,
-        input_blocks: Blocks | None,
-        output_blocks: Blocks | None,
-        quantizer: Quantizer | None,
-    ) -> Tensor:
-        """A whole layer, x (M, K) -> (M, N) of x.dtype; no quantizer means W4A16."""
+
+class FusedBackend(Backend, Protocol):
+    """A backend with a way of its own through a layer; compose.py puts layers together for the others.
+
+    Layers that read the same x, and are equal in input_blocks, quantizer, and kind of weights, take the same operand.
+    """
+
+    def operand(self, x: Tensor, layer: Layer) -> Operand:
+        """x (M, K) rotated and quantized as the layer asks."""
+
+    def product(self, operand: Operand, layer: Layer) -> Tensor:
+        """The rest of the layer: (M, N) of the operand's dtype."""
+
+    def together(self, layers: Sequence[Layer]) -> Together | None:
+        """One or more whole layers that take the same operand, for one call of all; None where nothing is gained.
+
+        The function takes contiguous x (..., K) and gives their results (..., N), bit for bit those of operand and
+        product, each in memory of its own; or None, for an x with so many rows that a call for each is as good.
+        """

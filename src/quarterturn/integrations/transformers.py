@@ -21,6 +21,7 @@ from ..checkpoint import Checkpoint, open_checkpoint
 from ..checkpoint.files import refuse
 from ..errors import missing_package, refusal
 from ..linear import WEIGHTS, Explanation, FP4Linear
+from ..sharing import tie
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -71,6 +72,7 @@ def load(
     if device_map is None:
         model.to(target)
     model.requires_grad_(False)
+    tie(model, FP4Linear)
     result: PreTrainedModel = model.eval()
     return result
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from ..settings import cache_dir
 
-SOURCES = ("cpu_quantize.c", "cpu_matmul.c")
+SOURCES = ("cpu_quantize.c", "cpu_matmul.c", "cpu_amx.c")
 HEADERS = ("cpu_common.h",)
 COMPILERS = ("cc", "gcc", "clang")
 # No contraction and no fast math: every fp32 step is rounded by itself, as the specification says.
@@ -29,12 +29,26 @@ NATIVE = (("-march=native",), ("-mcpu=native",), ())
 _POINTER, _INT, _DOUBLE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
 _P, _I = _POINTER, _INT
 _SIGNATURES = {
-    "qt_quantize": [_P, _I, _I, _I, _I, _P, _P, _I, _DOUBLE, _I, _I, _P, _I, _P, _P, _P, _P, _I, _I],
-    "qt_matmul": [_P, _I, _I, _P, _P, _I, _I, _P, _P, _I, _I, _I, _P, _P, _P, _I, _P, _I, _I],
-    "qt_linear": [_P, _I, _I, _I, _I, _P, _P, _I, _DOUBLE, _I, _I, _P, _I, _P, _P, _I, _I, _P, _P, _P, _I, _P, _I, _I],
+    "qt_quantize": [_P, _P, _I, _I, _I, _P, _P, _P, _P, _I, _I, _I],
+    "qt_matmul": [_P, _P, _I, _I, _P, _P, _I, _I, _P, _I, _I],
+    "qt_linear": [_P, _I, _P, _I, _I, _I, _P, _I, _I],
+    "qt_amx_matmul": [_P, _P, _P, _I, _I, _P, _I, _I],
+    "qt_amx_ready": [],
     "qt_decode": [_P, _P, _I, _I, _I, _P, _I, _I],
     "qt_set_pool": [_P],
 }
+_ANSWERLESS = ("qt_decode", "qt_set_pool")
+
+
+class Layer(ctypes.Structure):
+    """cpu_common.h's struct of that name: what a layer is beside its input."""
+
+    _fields_ = (
+        ("t", _P), ("sign", _P), ("R", _I), ("factor", _DOUBLE),
+        ("format", _I), ("rule", _I), ("encode", _P), ("token", _I),
+        ("codes", _P), ("scales", _P), ("group", _I), ("n", _I), ("k", _I),
+        ("w_ts", _P), ("ends", _P), ("bias", _P), ("bias_dtype", _I),
+    )  # fmt: skip
 
 
 class CannotBuild(RuntimeError):
@@ -65,7 +79,7 @@ def library() -> ctypes.CDLL:
     for name, arguments in _SIGNATURES.items():
         function = getattr(loaded, name)
         function.argtypes = arguments
-        function.restype = ctypes.c_int if name in ("qt_quantize", "qt_matmul", "qt_linear") else None
+        function.restype = None if name in _ANSWERLESS else ctypes.c_int
     pool = _openmp_pool()
     if pool is not None:
         loaded.qt_set_pool(pool)

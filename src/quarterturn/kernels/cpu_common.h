@@ -1,7 +1,7 @@
 /* What the CPU kernels share: vector types, float formats, and tasks spread over the process's own OpenMP pool.
  *
  * Types of arrays are named by number: 0 fp32, 1 bf16, 2 fp16. Needs GCC or Clang and a little-endian machine. Vector
- * types compile everywhere; AVX2 intrinsics stand in where the plain form compiles badly, and compute the same.
+ * types compile everywhere; intrinsics stand in where the plain form compiles badly, and compute the same.
  */
 #pragma once
 #include <float.h>
@@ -13,6 +13,9 @@
 #if defined(__AVX2__) && defined(__FMA__)
 #include <immintrin.h>
 #define HAVE_AVX2 1
+#if defined(__AVX512BW__) && defined(__AVX512DQ__)
+#define HAVE_AVX512 1
+#endif
 #endif
 #if !defined(__BYTE_ORDER__) || __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
 #error "only little-endian machines"
@@ -122,3 +125,27 @@ INLINE void store_one(float f, int dtype, i64 i, void *p) {
     else ((uint16_t *)p)[i] = dtype == 1 ? to_bf16(f) : to_fp16(f);
 }
 
+/* Values of n scale bytes times a power of two; s has room for n rounded up to 8. */
+INLINE void scale_values(const uint8_t *p, i64 n, const int g, float times, float *s) {
+    for (i64 i = 0; i < n; i += 8) {
+        uint64_t eight = 0;
+        if (i + 8 <= n) memcpy(&eight, p + i, 8);
+        else for (i64 j = i; j < n; j++) eight |= (uint64_t)p[j] << 8 * (j - i);
+        v8i b = SPREAD8(eight), m = b & 0x7F;
+        v8f v; /* E4M3: the bits moved to the place of an fp32's are the value times 2^-120, subnormals included */
+        if (g == 16) v = (v8f)((v8i)((v8f)(m << 20) * 0x1p120f) | ((m == 0x7F) & 0x7FC00000) | (b & 0x80) << 24);
+        else v = (v8f)(b << 23 | (((b == 255) | (b == 0)) & 0x400000));
+        v *= times;
+        memcpy(s + i, &v, 32);
+    }
+}
+
+/* What a layer is beside its input: cpu_native.py fills it once and hands it over by address. */
+typedef struct {
+    const double *t; const float *sign; i64 R; double factor; /* sign: t holds R column factors of a Hadamard */
+    i64 format, rule; /* 0 NVFP4, 1 MXFP4, -1 only rotate; rule: the mantissa above which the exponent goes up */
+    const float *encode; i64 token;
+    const uint8_t *codes, *scales; i64 group, n, k; /* without scales: codes are bf16 values (N, K) */
+    const float *w_ts; const i64 *ends; /* ends[p]: first row behind range p, which has the tensor scale w_ts[p] */
+    const void *bias; i64 bias_dtype;
+} Layer;

@@ -42,21 +42,6 @@ INLINE void nibbles(const uint8_t *p, const int offset, void *lo, void *hi) {
 #endif
 }
 
-/* Values of n scale bytes times a power of two; s has room for n rounded up to 8. */
-INLINE void scale_values(const uint8_t *p, i64 n, const int g, float times, float *s) {
-    for (i64 i = 0; i < n; i += 8) {
-        uint64_t eight = 0;
-        if (i + 8 <= n) memcpy(&eight, p + i, 8);
-        else for (i64 j = i; j < n; j++) eight |= (uint64_t)p[j] << 8 * (j - i);
-        v8i b = SPREAD8(eight), m = b & 0x7F;
-        v8f v; /* E4M3: the bits moved to the place of an fp32's are the value times 2^-120, subnormals included */
-        if (g == 16) v = (v8f)((v8i)((v8f)(m << 20) * 0x1p120f) | ((m == 0x7F) & 0x7FC00000) | (b & 0x80) << 24);
-        else v = (v8f)(b << 23 | (((b == 255) | (b == 0)) & 0x400000));
-        v *= times;
-        memcpy(s + i, &v, 32);
-    }
-}
-
 /* Chunks c0..c0+count of a row: their scales into s, and the last one, where K ends in it, as codes that are zero
  * behind the end. Returns the codes; *whole is how many chunks of them are in memory, the one after is in `spare`. */
 INLINE const uint8_t *row_chunks(const Matrix *w, i64 row, i64 c0, i64 count, const int g, float times, float *s,
@@ -167,9 +152,8 @@ INLINE v8f dot_chunk(const WChunk *w, const XChunk *x, v8f acc) {
 }
 
 typedef struct {
-    Matrix w; i64 m; const XChunk *xi; const float *xf; /* one of them, K padded to 64 */
-    const float *x_ts; i64 x_ts_step; const float *w_ts; const i64 *ends; /* ends[p]: first row behind range p */
-    const void *bias; i64 bias_dtype; void *y; i64 y_dtype;
+    Matrix w; const Layer *l; i64 m; const XChunk *xi; const float *xf; /* one of them, K padded to 64 */
+    const float *x_ts; i64 x_ts_step; void *y; i64 y_dtype;
 } Gemm;
 
 INLINE void dot64(const float *w, const float *x, v8f acc[2]) {
@@ -185,10 +169,10 @@ INLINE float lane_sum(v8f a) { return ((a[0] + a[4]) + (a[2] + a[6])) + ((a[1] +
 
 static void finish(const Gemm *g, i64 m, i64 n, float acc) {
     i64 p = 0;
-    while (n >= g->ends[p]) p++;
-    float alpha = g->x_ts ? g->w_ts[p] * g->x_ts[m * g->x_ts_step] : g->w_ts[p];
+    while (n >= g->l->ends[p]) p++;
+    float alpha = g->x_ts ? g->l->w_ts[p] * g->x_ts[m * g->x_ts_step] : g->l->w_ts[p];
     float y = acc * alpha;
-    if (g->bias) y += load_one(g->bias, (int)g->bias_dtype, n);
+    if (g->l->bias) y += load_one(g->l->bias, (int)g->l->bias_dtype, n);
     store_one(y, (int)g->y_dtype, m * g->w.n + n, g->y);
 }
 
@@ -292,26 +276,34 @@ static void gemm_task(const void *ctx, i64 task) {
     }
 }
 
-/* x_dtype -1: x is codes with x_scales. Returns 1 where there is no memory for x. */
-int qt_matmul(const void *x, i64 x_dtype, i64 x_stride, const void *x_scales, const void *x_ts, i64 x_ts_step, i64 m,
-              const void *codes, const void *scales, i64 group, i64 n, i64 k, const void *w_ts,
-              const void *ends, const void *bias, i64 bias_dtype, void *y, i64 y_dtype, i64 threads) {
-    i64 chunks = (k + 63) / 64, row = chunks * (x_dtype < 0 ? (i64)sizeof(XChunk) : 256);
-    char *memory = aligned_alloc(64, (size_t)(m * row + 64) / 64 * 64);
-    if (!memory) return 1;
-    Matrix xm = {x, x_scales, group, m, k};
-    for (i64 i = 0; i < m; i++) {
-        float *to = (float *)(memory + i * row);
-        if (x_dtype < 0) {
-            if (group == 16) decode_activations(&xm, i, chunks, 16, (XChunk *)to);
-            else decode_activations(&xm, i, chunks, 32, (XChunk *)to);
+typedef struct { Matrix x; i64 x_dtype, x_stride, chunks, row; char *out; } Unpack;
+
+/* Rows of x as the product reads them: codes as integers, floats as fp32, K padded to 64 with zeros. */
+static void unpack_task(const void *ctx, i64 task) {
+    const Unpack *u = ctx;
+    i64 k = u->x.k;
+    for (i64 i = task * BLOCK_M; i < MIN(u->x.n, (task + 1) * BLOCK_M); i++) {
+        float *to = (float *)(u->out + i * u->row);
+        if (u->x_dtype < 0) {
+            if (u->x.g == 16) decode_activations(&u->x, i, u->chunks, 16, (XChunk *)to);
+            else decode_activations(&u->x, i, u->chunks, 32, (XChunk *)to);
             continue;
         }
-        load_row((const char *)x + i * x_stride * (x_dtype ? 2 : 4), (int)x_dtype, k, to);
-        memset(to + k, 0, (size_t)(chunks * 64 - k) * 4);
+        load_row((const char *)u->x.codes + i * u->x_stride * (u->x_dtype ? 2 : 4), (int)u->x_dtype, k, to);
+        memset(to + k, 0, (size_t)(u->chunks * 64 - k) * 4);
     }
-    Gemm g = {{codes, scales, group, n, k}, m, x_dtype < 0 ? (XChunk *)memory : NULL, (float *)memory,
-              x_ts, x_ts_step, w_ts, ends, bias, bias_dtype, y, y_dtype};
+}
+
+/* x_dtype -1: x is codes with x_scales. Returns 1 where there is no memory for x. */
+int qt_matmul(const Layer *l, const void *x, i64 x_dtype, i64 x_stride, const void *x_scales, const void *x_ts,
+              i64 x_ts_step, i64 m, void *y, i64 y_dtype, i64 threads) {
+    i64 n = l->n, k = l->k, chunks = (k + 63) / 64, row = chunks * (x_dtype < 0 ? (i64)sizeof(XChunk) : 256);
+    char *memory = aligned_alloc(64, (size_t)(m * row + 64) / 64 * 64);
+    if (!memory) return 1;
+    Unpack u = {{x, x_scales, l->group, m, k}, x_dtype, x_stride, chunks, row, memory};
+    run(unpack_task, &u, (m + BLOCK_M - 1) / BLOCK_M, threads);
+    Gemm g = {{l->codes, l->scales, l->group, n, k}, l, m, x_dtype < 0 ? (XChunk *)memory : NULL, (float *)memory,
+              x_ts, x_ts_step, y, y_dtype};
     run(gemm_task, &g, (m + BLOCK_M - 1) / BLOCK_M * ((n + TASK_N - 1) / TASK_N), MIN(threads, 1 + m * n * k / SPLIT));
     free(memory);
     return 0;
@@ -339,24 +331,25 @@ void qt_decode(const void *codes, const void *scales, i64 group, i64 n, i64 k, v
     run(decode_task, &d, (n + TASK_N - 1) / TASK_N, threads);
 }
 
-int qt_quantize(const void *x, i64 x_dtype, i64 x_stride, i64 rows, i64 k, const void *t, const void *sign, i64 R,
-                double factor, i64 format, i64 rule, const void *encode, i64 token, void *tensor_scale, void *codes,
-                void *scales, void *values, i64 v_dtype, i64 threads);
+int qt_quantize(const Layer *l, const void *x, i64 x_dtype, i64 x_stride, i64 rows, void *tensor_scale, void *codes,
+                void *scales, void *values, i64 v_dtype, i64 tiled, i64 threads);
 
-/* A W4A4 layer for a few rows: qt_quantize and qt_matmul with the packed activations in between. */
-int qt_linear(const void *x, i64 x_dtype, i64 x_stride, i64 m, i64 k, const void *t, const void *sign, i64 R,
-              double factor, i64 format, i64 rule, const void *encode, i64 token, const void *codes,
-              const void *scales, i64 group, i64 n, const void *w_ts, const void *ends, const void *bias,
-              i64 bias_dtype, void *y, i64 y_dtype, i64 threads) {
-    i64 scale_bytes = m * (k / group), code_bytes = m * (k / 2);
-    float *x_ts = malloc((size_t)(4 + m * 4 + code_bytes + scale_bytes)); /* 4: no rows still have one scale */
+/* Whole layers that read the same few rows x, all of one input side, each with an output (M, N) of its own: x is rotated
+ * and quantized (or, format -1, rotated and rounded to its own dtype) once, with the first layer's parameters. */
+int qt_linear(const Layer *const *layers, i64 count, const void *x, i64 x_dtype, i64 x_stride, i64 m, void *const *y,
+              i64 y_dtype, i64 threads) {
+    const Layer *l = layers[0];
+    i64 quantized = l->format >= 0, k = l->k, groups = quantized ? k / l->group : 0, size = x_dtype ? 2 : 4;
+    /* 4: even no rows have one scale */
+    float *x_ts = malloc((size_t)(4 + m * 4 + m * (quantized ? k / 2 + groups : k * size)));
     if (!x_ts) return 1;
-    uint8_t *x_codes = (uint8_t *)(x_ts + m + 1), *x_scales = x_codes + code_bytes;
-    int failed = qt_quantize(x, x_dtype, x_stride, m, k, t, sign, R, factor, format, rule, encode, token, x_ts, x_codes,
-                             x_scales, NULL, 0, threads);
-    if (!failed)
-        failed = qt_matmul(x_codes, -1, 0, x_scales, x_ts, token ? 1 : 0, m, codes, scales, group, n, k, w_ts, ends,
-                           bias, bias_dtype, y, y_dtype, threads);
+    uint8_t *z = (uint8_t *)(x_ts + m + 1), *x_scales = z + m * k / 2;
+    int failed = 0, turned = quantized || l->R;
+    if (quantized) failed = qt_quantize(l, x, x_dtype, x_stride, m, x_ts, z, x_scales, NULL, 0, 0, threads);
+    else if (turned) failed = qt_quantize(l, x, x_dtype, x_stride, m, x_ts, NULL, NULL, z, x_dtype, 0, threads);
+    for (i64 i = 0; i < count && !failed; i++)
+        failed = qt_matmul(layers[i], turned ? z : x, quantized ? -1 : x_dtype, turned ? k : x_stride,
+                           quantized ? x_scales : NULL, quantized ? x_ts : NULL, l->token, m, y[i], y_dtype, threads);
     free(x_ts);
     return failed;
 }

@@ -24,6 +24,7 @@ from ..errors import refusal
 from ..formats import FP4Format, get_format
 from ..integrations.models import context_length, load_original, refuse_encoder_decoder, vocabulary
 from ..linear import ACTIVATIONS, FP4Linear
+from ..sharing import tie
 from ..texts import builtin_text
 from ..transforms import Transform
 from .atomic import new_folder
@@ -109,6 +110,7 @@ def quantize(
             selection.settle()
             _replace_layers(loaded, selection.layers, fmt, activations, plan, amax, track("quantizing", len(plan)))
         loaded.eval().requires_grad_(False)
+        tie(loaded, FP4Linear)
         make_saveable(loaded)
         loaded.quantization_notes = selection.notes
         for note in selection.notes:

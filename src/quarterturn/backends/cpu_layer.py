@@ -1,0 +1,134 @@
+"""A layer as the C kernels read it: a struct of addresses and numbers, filled once and kept with the layer.
+
+A struct borrows the tensors' memory and keeps the tensors alive; whoever moves their memory makes a new Layer.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from ..kernels import cpu_build
+from .protocol import Blocks, Layer, Quantizer, Weight
+
+DTYPE = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_FORMAT = {"nvfp4": 0, "mxfp4": 1}
+_ROTATE_ONLY = -1
+# The mantissa bits of a group's amax above which the power of two goes up by one, for each E8M0 rule.
+_RULE = {"even": 0x5FFFFF, "floor": 0x7FFFFF, "ceil": 0, "rceil": 0x400000}
+_ENCODE_QUTLASS = torch.full((1,), 6.0, dtype=torch.float32, device="cpu")
+
+
+class Native:
+    """The struct of one layer. Parts that a call does not use stay empty."""
+
+    __slots__ = ("_struct", "_tensors", "address", "n", "per_row")
+
+    def __init__(self, k: int) -> None:
+        self._struct = cpu_build.Layer(k=k, factor=1.0, format=_ROTATE_ONLY)
+        self._tensors: list[Tensor] = []
+        self.address = ctypes.addressof(self._struct)
+        self.per_row, self.n = False, 0
+
+    def rotating(self, blocks: Blocks | None) -> Native:
+        """With a rotation of the input."""
+        if blocks is not None:
+            prepared, s = _prepared(blocks), self._struct
+            s.t, s.sign, s.R, s.factor = (
+                self._keep(prepared.table), self._keep(prepared.signs), prepared.size, prepared.factor,
+            )  # fmt: skip
+        return self
+
+    def quantizing(self, quantizer: Quantizer | None) -> Native:
+        """With a quantizer of the input."""
+        if quantizer is not None:
+            s, fmt = self._struct, quantizer.format
+            checkpoint = quantizer.recipe == "checkpoint" and fmt.has_tensor_scale
+            s.format, s.rule, s.group = _FORMAT[fmt.name], _RULE[quantizer.rule], fmt.group_size
+            s.encode = self._keep(quantizer.encode_scale if checkpoint else _ENCODE_QUTLASS)
+            self.per_row = quantizer.recipe == "token" and fmt.has_tensor_scale
+            s.token = self.per_row
+        return self
+
+    def multiplying(self, weight: Weight, bias: Tensor | None) -> Native:
+        """With a weight, packed or decoded to bf16, and a bias."""
+        s, self.n = self._struct, weight.data.shape[0]
+        s.codes, s.scales = self._keep(weight.data), self._keep(weight.block_scale)
+        s.group, s.n = weight.format.group_size, self.n
+        s.w_ts, s.ends = self._keep(weight.tensor_scale), self._keep(_ends(weight.output_sizes))
+        if bias is not None:
+            bias = bias if bias.dtype in DTYPE else bias.float()
+            s.bias, s.bias_dtype = self._keep(bias), DTYPE[bias.dtype]
+        return self
+
+    def _keep(self, tensor: Tensor | None) -> int | None:
+        if tensor is None:
+            return None
+        # An alias: where the tensor is moved to other memory, this keeps the old from being freed under the struct.
+        tensor = tensor.contiguous().detach()
+        self._tensors.append(tensor)
+        return tensor.data_ptr()
+
+
+def native(layer: Layer, k: int) -> Native:
+    """The struct of a layer of inputs (M, k), made at its first use."""
+    kept: Native | None = layer.kept.get("cpu_native")
+    if kept is None:
+        kept = Native(k).rotating(layer.input_blocks).quantizing(layer.quantizer)
+        layer.kept["cpu_native"] = kept.multiplying(layer.weight, layer.bias)
+    return kept
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """A block matrix as the kernel reads it. Without signs, table is float64 (R, R rounded up to 8); with signs, the
+    matrix is diag(signs) H diag(table) for Sylvester's H, and is multiplied in R log R steps."""
+
+    table: Tensor | None
+    signs: Tensor | None
+    size: int
+    factor: float
+
+
+def _prepared(blocks: Blocks) -> _Prepared:
+    """The kernel's form of a block, kept on the matrix it was made of, and made again when that is written to."""
+    matrix = blocks.matrix
+    key = (blocks.factor, blocks.transpose, 0 if matrix.is_inference() else matrix._version)
+    kept = getattr(matrix, "_cpu_native", None)
+    if kept is None or kept[0] != key:
+        kept = (key, _prepare_blocks(blocks))
+        matrix._cpu_native = kept  # type: ignore[attr-defined]
+    result: _Prepared = kept[1]
+    return result
+
+
+def _prepare_blocks(blocks: Blocks) -> _Prepared:
+    m = blocks.matrix.detach().float().double()
+    m = (m.T if blocks.transpose else m).contiguous()
+    size = m.shape[0]
+    factor = float(torch.tensor(blocks.factor, dtype=torch.float32, device="cpu"))
+    if size >= 16 and size & (size - 1) == 0 and bool((m.abs() == 1).all()):
+        # A matrix of this form is known by its first row and column.
+        columns, signs = m[0] * m[0, 0], m[:, 0]
+        if torch.equal(signs.view(-1, 1) * _sylvester(size) * columns, m):
+            return _Prepared((columns * factor).contiguous(), signs.float().contiguous(), size, factor)
+    table = torch.zeros(size, -(-size // 8) * 8, dtype=torch.float64, device="cpu")
+    table[:, :size] = m
+    return _Prepared(table, None, size, factor)
+
+
+def _sylvester(size: int) -> Tensor:
+    entries = torch.ones(1, 1, dtype=torch.float64, device="cpu")
+    while entries.shape[0] < size:
+        entries = torch.cat((torch.cat((entries, entries), 1), torch.cat((entries, -entries), 1)))
+    return entries
+
+
+@lru_cache(maxsize=256)
+def _ends(output_sizes: tuple[int, ...]) -> Tensor:
+    """The first row behind each range."""
+    return torch.tensor(output_sizes, dtype=torch.int64, device="cpu").cumsum(0)
