@@ -1,10 +1,10 @@
 """PTX text that quantizes one group of values held by one thread.
 
-A thread of the Hopper kernel holds 16 (or 8) neighbouring values `z0, z1, ...` of a row. The text here finds their amax, makes the
-block scale, and rounds them to E2M1; it is put together per configuration and given to `inline_asm_elementwise`. What
-is written this way is what the compiler does not find from Triton's operations: three-way minima, funnel shifts,
-multiply-add packing, and branches that only unusual groups take. Every step is the fp32 operation of the specification,
-in its order; the portable twins in rotate_quantize.py compute the same bits.
+A thread of the Hopper kernel holds 16 (or 8) neighbouring values `z0, z1, ...` of a row. The text here finds their
+amax, makes the block scale, and rounds them to E2M1; it is put together per configuration and given to
+`inline_asm_elementwise`. What is written this way is what the compiler does not find from Triton's operations:
+three-way minima, funnel shifts, multiply-add packing, and branches that only unusual groups take. Every step is the
+fp32 operation of the specification, in its order; the portable twins in rotate_quantize.py compute the same bits.
 
 Rounding |v| to E2M1, to nearest with ties to even, is three lines and a minimum. With h = |v| / 2 the code is the
 whole number nearest to min(4h, 2h + 2, h + 4); adding each line to 2^23 rounds it, ties to even, in one operation each,
@@ -42,7 +42,7 @@ def repair(size: int, half: bool, count: int, offset: str, x: str, matrix: str) 
 
     The product multiplies 64 values by several blocks of the matrix at once. Where its result `a` (the amax) is not
     finite, the values are summed again from their own block alone; `a` stays NaN only if that block is not finite.
-    offset: of the values in the tile, in steps of `count`; x: address of the tile; matrix: address of fp32 (size, size).
+    offset: of the values in the tile, in steps of `count`; x: address of the tile; matrix: of fp32 (size, size).
     """
     load = "cvt.f32.f16 h, xe;" if half else "mov.b32 h, {zero, xe};"
     lines = [

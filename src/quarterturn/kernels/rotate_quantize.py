@@ -1,8 +1,8 @@
 """Rotate + quantize in plain Triton: one source for sm_80 to sm_120, and for the interpreter on a CPU.
 
-A program takes BLOCK_M rows by WIDTH values. x is read once, multiplied by the R x R matrix in pieces (bf16 products are
-exact, sums are fp32), quantized group by group, and codes, scales and tensor scales are written once, the scales row by
-row or straight into the 128x4 layout with its padding. On sm_100 and later the hardware converts to E2M1; elsewhere the
+A program takes BLOCK_M rows by WIDTH values. x is read once, multiplied by the R x R matrix in pieces (bf16 products
+are exact, sums are fp32; fp32 x is multiplied in float64), quantized group by group, and codes, scales and tensor
+scales are written once, the scales row by row or straight into the 128x4 layout with its padding. On sm_100 and later the hardware converts to E2M1; elsewhere the
 twin below computes the same bits. Launch it with enable_fp_fusion=False: no product may be fused into a sum.
 """
 
@@ -208,8 +208,8 @@ def _write(
 
 @triton.jit
 def rotate_quantize(
-    x_ptr, x_stride, pieces_ptr, out_ptr, scale_ptr, tensor_scale_ptr, encode_ptr, m, k, padded_rows, padded_cols, factor,
-    SIZE: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr,
+    x_ptr, x_stride, pieces_ptr, out_ptr, scale_ptr, tensor_scale_ptr, encode_ptr, m, k, padded_rows, padded_cols,
+    factor, SIZE: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr,
     GROUP: tl.constexpr, OUTPUT: tl.constexpr, BLOCKED: tl.constexpr, TOKEN: tl.constexpr, RULE_ADD: tl.constexpr,
     HARDWARE: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip

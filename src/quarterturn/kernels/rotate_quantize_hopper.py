@@ -8,8 +8,8 @@ multiprocessor take tiles in turn:
     wgmma multiplies it by the matrix          +-1 in one bf16 piece, others in two or three, exact products, fp32 sums
     each thread rounds its 16 neighbouring values (ptx.py) and stores their 8 bytes of codes and the scale byte
 
-R = 16 and 32 use a 64-wide block-diagonal matrix. Its columns are permuted so that the accumulators which wgmma leaves in
-a thread are runs of neighbours (`column_order`): no value has to change its thread before it is stored.
+R = 16 and 32 use a 64-wide block-diagonal matrix. Its columns are permuted so that the accumulators which wgmma leaves
+in a thread are runs of neighbours (`column_order`): no value has to change its thread before it is stored.
 """
 
 from __future__ import annotations
@@ -204,7 +204,6 @@ def rotate_quantize_hopper(
     AMAX_CONSTRAINTS: gl.constexpr,
     QUANTIZE_ASM: gl.constexpr,
     QUANTIZE_CONSTRAINTS: gl.constexpr,
-    X_LAYOUT: gl.constexpr,
     num_warps: gl.constexpr,
 ):
     """One launch over `units` units of WIDTH values. x_desc and x_ptr are the same memory.
@@ -293,7 +292,7 @@ def rotate_quantize_hopper(
         run = gl.arange(0, WIDTH // RUN, gl.SliceLayout(0, L))[None, :]
         offset = row * (WIDTH // RUN) + run
         inside = row < units - tile * BLOCK
-        first = tile.to(gl.int64) * (BLOCK * WIDTH)
+        first = gl.cast(tile, gl.int64) * (BLOCK * WIDTH)
         x_tile = gl.to_tensor(0).to(gl.int64)
         matrix = gl.to_tensor(0).to(gl.int64)
         if REPAIR:
@@ -306,7 +305,7 @@ def rotate_quantize_hopper(
                 amax, z0, z1, z2, z3, z4, z5, z6, z7, z8, z9, z10, z11, z12, z13, z14, z15 = gl.inline_asm_elementwise(
                     AMAX_ASM,
                     AMAX_CONSTRAINTS,
-                    [z0, z1, z2, z3, z4, z5, z6, z7, z8, z9, z10, z11, z12, z13, z14, z15] + rest,  # noqa: RUF005
+                    [z0, z1, z2, z3, z4, z5, z6, z7, z8, z9, z10, z11, z12, z13, z14, z15] + rest,
                     dtype=_SEVENTEEN_FLOATS,
                     is_pure=True,
                     pack=1,
@@ -335,7 +334,7 @@ def rotate_quantize_hopper(
                 amax, z0, z1, z2, z3, z4, z5, z6, z7 = gl.inline_asm_elementwise(
                     AMAX_ASM,
                     AMAX_CONSTRAINTS,
-                    [z0, z1, z2, z3, z4, z5, z6, z7] + rest,  # noqa: RUF005
+                    [z0, z1, z2, z3, z4, z5, z6, z7] + rest,
                     dtype=_NINE_FLOATS,
                     is_pure=True,
                     pack=1,

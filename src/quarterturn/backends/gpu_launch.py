@@ -1,0 +1,302 @@
+"""One launch of a rotate + quantize kernel: which of the two runs, how it is cut, and the arguments it is given."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..formats import INV6, MXFP4
+from ..layouts import BLOCKED_128x4
+from .gpu_pieces import CODES, ROTATED, VALUES, pieces_of
+from .protocol import Blocks, Quantizer
+
+# What an E8M0 rule adds to the bits of an amax, so that its mantissa carries into the exponent from a threshold on.
+_RULE_ADD = {"even": 0x200000, "floor": 0, "ceil": 0x7FFFFF, "rceil": 0x3FFFFF}
+
+
+@dataclass
+class Task:
+    """x (M, K), M and K not 0, its rows contiguous, and what a launch fills.
+
+    output: CODES, VALUES or ROTATED, into `out`; scale: block scale bytes, in the 128x4 layout if `blocked`.
+    """
+
+    x: Tensor
+    blocks: Blocks | None
+    quantizer: Quantizer | None
+    output: int
+    out: Tensor
+    scale: Tensor | None = None
+    tensor_scale: Tensor | None = None
+    blocked: bool = False
+
+    @property
+    def group(self) -> int:
+        return 16 if self.quantizer is None else self.quantizer.format.group_size
+
+    @property
+    def rule(self) -> str:
+        return "even" if self.quantizer is None else self.quantizer.rule
+
+    @property
+    def by_row(self) -> bool:
+        return self.quantizer is not None and per_row(self.quantizer)
+
+
+def interpreted() -> bool:
+    """Whether this process runs Triton's kernels in its interpreter, on CPU tensors."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def per_row(quantizer: Quantizer) -> bool:
+    """Whether every row has a tensor scale of its own."""
+    return quantizer.recipe == "token" and quantizer.format.has_tensor_scale
+
+
+def encode_scale(quantizer: Quantizer | None, device: torch.device) -> Tensor:
+    """The encode scale, fp32 (1,); 1 where there is none for all rows."""
+    if quantizer is None or not quantizer.format.has_tensor_scale or quantizer.recipe == "token":
+        return _constant(1.0, device)
+    if quantizer.recipe == "qutlass":
+        return _constant(6.0, device)
+    assert quantizer.encode_scale is not None
+    return quantizer.encode_scale.view(1)
+
+
+@lru_cache(maxsize=64)
+def _constant(value: float, device: torch.device) -> Tensor:
+    return torch.full((1,), value, dtype=torch.float32, device=device)
+
+
+@lru_cache(maxsize=64)
+def capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+@lru_cache(maxsize=64)
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def launch(task: Task) -> None:
+    """Run the kernel that takes the task."""
+    with _on(task.x.device):
+        if not hopper_takes(task):
+            return _launch_portable(task)
+        # Rows that lie apart are brought together, so that strides change no bit.
+        if not task.x.is_contiguous() or task.x.data_ptr() % 16:
+            task.x = task.x.clone(memory_format=torch.contiguous_format)
+        if task.blocked and task.x.shape[1] % max(_width(task), 4 * task.group):
+            # A unit would span rows, or the padding: the scales take their places in a second step.
+            assert task.scale is not None
+            stored, task.blocked = task.scale, False
+            task.scale = stored.new_empty(task.x.shape[0], task.x.shape[1] // task.group)
+            _launch_hopper(task)
+            stored.copy_(BLOCKED_128x4.forward(task.scale))
+        else:
+            _launch_hopper(task)
+
+
+def _on(device: torch.device) -> AbstractContextManager[object]:
+    """Triton launches on the current device."""
+    here = device.type != "cuda" or device.index == torch.cuda.current_device()
+    return nullcontext() if here else torch.cuda.device(device)
+
+
+def hopper_takes(task: Task) -> bool:
+    """Whether the Hopper kernel runs this: whole units of 16-bit values to be turned, none quantized by its row."""
+    x = task.x
+    return (
+        task.blocks is not None
+        and x.is_cuda
+        and capability(x.device)[0] == 9
+        and x.dtype in (torch.bfloat16, torch.float16)
+        and task.out.dtype in (torch.uint8, x.dtype)
+        and x.numel() % _width(task) == 0
+        and x.numel() // _width(task) < 2**31 - 2**16
+        and not task.by_row
+    )
+
+
+def _width(task: Task) -> int:
+    """Values in a unit of the Hopper kernel."""
+    return 128 if task.blocks is not None and task.blocks.matrix.shape[0] == 128 else 64
+
+
+def _launch_portable(task: Task) -> None:
+    from ..kernels.rotate_quantize import rotate_quantize as kernel
+
+    x, group = task.x, task.group
+    m, k = x.shape
+    pieces = None if task.blocks is None else pieces_of(task.blocks, x.dtype)
+    width = max(64, 0 if pieces is None else pieces.size)
+    rows, cols = BLOCKED_128x4.shape(m, k // group) if task.blocked else (m, k // group)
+    block_m = 16 if m <= 16 or task.by_row or x.dtype == torch.float32 else 64
+    grid = (-(-rows // block_m), 1 if task.by_row else -(-max(cols * group, k) // width))
+    encode = encode_scale(task.quantizer, x.device)
+    kernel[grid](
+        x, x.stride(0), x if pieces is None else pieces.pieces,
+        task.out.view(torch.int32) if task.output == CODES else task.out,
+        encode if task.scale is None else task.scale, encode if task.tensor_scale is None else task.tensor_scale,
+        encode, m, k, rows, cols, 1.0 if pieces is None else pieces.factor,
+        SIZE=0 if pieces is None else pieces.size, PIECES=0 if pieces is None else pieces.pieces.shape[0],
+        WIDTH=width, BLOCK_M=block_m, GROUP=group, OUTPUT=task.output, BLOCKED=task.blocked, TOKEN=task.by_row,
+        RULE_ADD=_RULE_ADD[task.rule], HARDWARE=x.is_cuda and capability(x.device)[0] >= 10,
+        INTERPRETED=interpreted(), num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How the Hopper kernel is cut: units a tile, tiles in flight a program, warps, programs a multiprocessor."""
+
+    block: int
+    stages: int
+    num_warps: int
+    programs: int
+
+
+def tiling(width: int, pieces: int, output: int, units: int, multiprocessors: int) -> Tiling:
+    """Measured on an H200 at 8192 x 8192; a few units are spread over as many programs as there can be."""
+    if units < 128 * multiprocessors:
+        return Tiling(64, 1, 4 if width == 64 else 8, 4)
+    return _TILINGS[width, pieces > 1, output]
+
+
+_TILINGS = {
+    (64, False, CODES): Tiling(64, 1, 4, 6),
+    (64, True, CODES): Tiling(128, 1, 4, 4),
+    (128, False, CODES): Tiling(64, 1, 4, 4),
+    (128, True, CODES): Tiling(64, 1, 8, 2),
+    (64, False, VALUES): Tiling(128, 1, 8, 2),
+    (64, True, VALUES): Tiling(64, 3, 4, 3),
+    (128, False, VALUES): Tiling(64, 1, 4, 3),
+    (128, True, VALUES): Tiling(64, 1, 4, 2),
+    (64, False, ROTATED): Tiling(128, 2, 4, 4),
+    (64, True, ROTATED): Tiling(128, 2, 4, 4),
+    (128, False, ROTATED): Tiling(64, 1, 8, 3),
+    (128, True, ROTATED): Tiling(64, 1, 8, 2),
+}
+"""By the width of a unit, whether the matrix takes several pieces, and what is written."""
+
+
+class HopperConfig(NamedTuple):
+    """What the Hopper kernel is compiled for."""
+
+    device: torch.device
+    width: int
+    pieces: int
+    size: int
+    output: int
+    blocked: bool
+    group: int
+    rule: str
+    half: bool
+    tiling: Tiling
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float16 if self.half else torch.bfloat16
+
+    def constants(self) -> dict[str, Any]:
+        """The constexpr arguments of the kernel."""
+        from ..kernels import rotate_quantize_hopper as hopper
+
+        repair = self.size if self.size < self.width else 0
+        amax = quantize = ("", "")
+        if (self.output == ROTATED and repair) or (self.output != ROTATED and self.group != hopper.RUN[self.output]):
+            amax = hopper.amax_asm(self.output, repair, self.half)
+        if self.output != ROTATED:
+            quantize = hopper.quantize_asm(self.group, self.output, self.rule, repair, self.half)
+        block, warps = self.tiling.block, self.tiling.num_warps
+        words = 4 * self.output  # of a run of eight: int32 of two values, or values
+        return {
+            "WIDTH": self.width, "PIECES": self.pieces, "BLOCK": block, "STAGES": self.tiling.stages,
+            "OUTPUT": self.output, "BLOCKED": self.blocked, "GROUP": self.group,
+            "STORE_LAYOUT": hopper.store_layout(block, self.width, words, warps) if words else "",
+            "REPAIR": repair > 0, "AMAX_ASM": amax[0], "AMAX_CONSTRAINTS": amax[1], "QUANTIZE_ASM": quantize[0],
+            "QUANTIZE_CONSTRAINTS": quantize[1], "num_warps": warps,
+        }  # fmt: skip
+
+
+def _launch_hopper(task: Task) -> None:
+    assert task.blocks is not None
+    x, pieces = task.x, pieces_of(task.blocks, task.x.dtype)
+    operand, factor, blocked = pieces.hopper[task.output], pieces.factor, task.blocked
+    count, width = operand.shape[0], operand.shape[2]
+    units, per_row = x.numel() // width, max(1, x.shape[1] // width)
+    cut = tiling(width, count, task.output, units, _multiprocessors(x.device))
+    half = x.dtype == torch.float16
+    start = hopper_launcher(
+        HopperConfig(x.device, width, count, pieces.size, task.output, blocked, task.group, task.rule, half, cut)
+    )
+    padded = -(-x.shape[0] // 128) * 128 * per_row if blocked else units
+    programs = max(-(-units // cut.block), -(-(padded - units) // (32 * cut.num_warps)))
+    encode = encode_scale(task.quantizer, x.device)
+    reciprocal = (2**32 - 1) // per_row  # as an int32
+    start(
+        min(programs, _multiprocessors(x.device) * cut.programs),
+        x, operand, pieces.matrix, task.out,
+        encode if task.scale is None else task.scale, encode if task.tensor_scale is None else task.tensor_scale,
+        encode, units, padded, per_row, reciprocal - 2**32 if reciprocal >= 2**31 else reciprocal,
+        factor, 2 / factor if factor else 0.0, factor if task.group == MXFP4.group_size else INV6 * factor,
+    )  # fmt: skip
+
+
+class _Described(NamedTuple):
+    """What Triton's launcher asks of a tensor descriptor, without the checks that making one repeats at every call."""
+
+    base: Tensor
+    shape: list[int]
+    strides: list[int]
+    padding: str = "zero"
+
+
+@lru_cache(maxsize=512)
+def hopper_launcher(config: HopperConfig) -> Callable[..., None]:
+    """The kernel of a configuration, compiled at the first call and launched with little Python after that."""
+    from triton.experimental.gluon.language import NVMMASharedLayout
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+    from triton.runtime import driver
+
+    from ..kernels.rotate_quantize_hopper import rotate_quantize_hopper as kernel
+
+    constants, width, count = config.constants(), config.width, config.pieces
+    word = {CODES: torch.int64, VALUES: torch.int32, ROTATED: config.dtype}[config.output]
+    # Any memory will do to compile for: 16-byte aligned, as what the op allocates is and x was asked to be.
+    like = torch.empty(count * width, width, dtype=config.dtype, device=config.device)
+    fp32, byte = like.view(-1)[:128].view(torch.float32), like.view(torch.uint8)
+    layout, strides = NVMMASharedLayout(128, 16, 2), [width, 1]
+    compiled = kernel.warmup(
+        TensorDescriptor(like, [width, width], strides, [config.tiling.block, width], layout),
+        TensorDescriptor(like, [count * width, width], strides, [width, width], layout),
+        like, fp32, like.view(word), byte, fp32, fp32, 2, 2, 2, 2, 1.5, 1.5, 1.5, **constants, grid=(1,),
+    )  # fmt: skip
+    compiled._init_handles()
+    _share_all_memory(compiled.function)
+    index, run, function, metadata = config.device.index, compiled.run, compiled.function, compiled.packed_metadata
+    constexprs = [constants[name] for name in kernel.arg_names if name in constants]
+    stream_of = driver.active.get_current_stream
+
+    def start(programs: int, x: Tensor, operand: Tensor, matrix: Tensor, out: Tensor, *rest: Any) -> None:
+        run(
+            programs, 1, 1, stream_of(index), function, metadata, None, None, None,
+            _Described(x, [x.numel() // width, width], strides), _Described(operand, [count * width, width], strides),
+            x, matrix, out, *rest, *constexprs,
+        )  # fmt: skip
+
+    return start
+
+
+def _share_all_memory(function: int) -> None:
+    """Ask the driver for all the shared memory that a multiprocessor can have: several programs are to fit on it."""
+    preferred_carveout, percent = 9, 100
+    ctypes.CDLL("libcuda.so.1").cuFuncSetAttribute(ctypes.c_void_p(function), preferred_carveout, percent)

@@ -1,0 +1,91 @@
+"""A block matrix as the Triton kernels multiply it: exact pieces of 16 bits, in the order that each kernel wants."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .protocol import Blocks
+
+OUTPUTS = CODES, VALUES, ROTATED = 0, 1, 2
+"""What a kernel writes: codes and block scales; e2m1 * block_scale; rotated values. The numbers are its OUTPUT."""
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """A block matrix as the kernels multiply it: pieces (P, R, R) whose sum is the matrix, and the factor.
+
+    hopper: for each output, the pieces block-diagonal to a width of 64 at least, transposed, columns in its order.
+    matrix: fp32 (R, R), in the direction it is used.
+    """
+
+    pieces: Tensor
+    hopper: dict[int, Tensor]
+    matrix: Tensor
+    factor: float
+
+    @property
+    def size(self) -> int:
+        return self.matrix.shape[0]
+
+
+def pieces_of(blocks: Blocks, dtype: torch.dtype) -> Pieces:
+    """The kernels' form of a block, kept on the matrix it was made of, and made again when that is written to.
+
+    While a CUDA graph is being captured nothing can be looked at: the form is then made on the GPU, as part of the
+    graph, of as many pieces as any matrix may need. A matrix that was met before costs nothing there.
+    """
+    matrix = blocks.matrix
+    version = 0 if matrix.is_inference() else matrix._version
+    kept = getattr(matrix, "_gpu_triton", None)
+    if kept is None or kept[0] != version:
+        kept = (version, {})
+        matrix._gpu_triton = kept  # type: ignore[attr-defined]
+    made: dict[tuple[float, bool, torch.dtype], Pieces] = kept[1]
+    key = (blocks.factor, blocks.transpose, dtype)
+    if key not in made:
+        if matrix.is_cuda and torch.cuda.is_current_stream_capturing():
+            return make_pieces(blocks, dtype, look=False)
+        made[key] = make_pieces(blocks, dtype)
+    return made[key]
+
+
+def make_pieces(blocks: Blocks, dtype: torch.dtype, look: bool = True) -> Pieces:
+    """Split a matrix into pieces of dtype: one for +-1, else as many as bring it to fp32, three of bf16 or two of fp16.
+
+    fp32 input is multiplied in float64 instead, by the one piece that the matrix then is. The sign of the factor and a
+    power of two go over to the pieces, exactly: the whole of the factor's, so that no sum overflows which the factor
+    would bring back; for fp16, whose small numbers lose bits, 16 times more. look: read the matrix to choose, which
+    waits for the GPU; else take three pieces.
+    """
+    factor = float(torch.tensor(blocks.factor, dtype=torch.float32, device="cpu"))
+    power = math.frexp(factor)[1] - 1 + (4 if dtype == torch.float16 else 0)
+    matrix = blocks.matrix.detach().float()
+    matrix = (matrix.T if blocks.transpose else matrix) * math.copysign(math.ldexp(1.0, power), factor)
+    rest, pieces = matrix.double(), []
+    enough = 2.0**-22 * float(rest.norm()) if look else 0.0
+    for _ in range(1 if dtype == torch.float32 else 3):
+        pieces.append(rest.to(torch.float64 if dtype == torch.float32 else dtype))
+        rest = rest - pieces[-1].double()
+        if look and float(rest.norm()) <= enough:
+            break
+    stacked = torch.stack(pieces)
+    hopper = {}
+    if matrix.is_cuda and torch.cuda.get_device_capability(matrix.device)[0] == 9 and dtype != torch.float32:
+        hopper = {output: _hopper_pieces(stacked, output) for output in OUTPUTS}
+    return Pieces(stacked, hopper, matrix.contiguous(), math.ldexp(abs(factor), -power))
+
+
+def _hopper_pieces(pieces: Tensor, output: int) -> Tensor:
+    """(P, R, R) -> (P, W, W): entry [n, k] multiplies value k of a unit for column n of the product.
+
+    The order of the columns is that of rotate_quantize_hopper.column_order, as a permutation of digits.
+    """
+    width = max(64, pieces.shape[1])
+    wide = torch.stack([torch.block_diag(*[piece] * (width // piece.shape[0])) for piece in pieces])
+    pairs = 8 if output == CODES else 4
+    digits = wide.view(-1, width, width // (8 * pairs), 4, pairs, 2).transpose(3, 4)
+    return digits.reshape(-1, width, width).transpose(1, 2).contiguous()
