@@ -2,8 +2,9 @@
 
 A program takes BLOCK_M rows by WIDTH values. x is read once, multiplied by the R x R matrix in pieces (bf16 products
 are exact, sums are fp32; fp32 x is multiplied in float64), quantized group by group, and codes, scales and tensor
-scales are written once, the scales row by row or straight into the 128x4 layout with its padding. On sm_100 and later the hardware converts to E2M1; elsewhere the
-twin below computes the same bits. Launch it with enable_fp_fusion=False: no product may be fused into a sum.
+scales are written once, the scales row by row or straight into the 128x4 layout with its padding. On sm_100 and later
+the hardware converts to E2M1; elsewhere the twin below computes the same bits. Launch it with enable_fp_fusion=False:
+no product may be fused into a sum.
 """
 
 from __future__ import annotations
