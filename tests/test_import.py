@@ -16,7 +16,7 @@ ROOT = Path(quarterturn.__file__).parent
 # The way of the data, from the bottom up.
 ORDER = [
     "errors", "formats", "reference", "layouts", "rounding", "tensor", "transforms", "settings", "texts", "machine",
-    "kernels", "checks", "backends",
+    "kernels", "checks", "eager", "backends",
     "ops", "plan", "absent_weight", "sharing", "linear",
     "checkpoint", "integrations", "demo_model", "quantize",
     "evaluate", "verify", "compare", "report", "cli",

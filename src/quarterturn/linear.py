@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from . import ops
 from .absent_weight import AbsentWeight
 from .backends import Blocks, Layer, Problem, Quantizer, Selection, Weight, get_backend, select
+from .eager import seen_by_torch
 from .errors import refusal
 from .formats import E8M0_RULES, RECIPES, FP4Format, get_format
-from .plan import LayerPlan, Stamp, seen_by_torch
+from .plan import LayerPlan, Stamp
 from .sharing import Siblings
 from .tensor import FP4Tensor
 from .transforms import Transform

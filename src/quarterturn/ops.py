@@ -10,8 +10,8 @@
 | fp4_linear                  | all of it: what FP4Linear calls                                                |
 
 x is (..., K), bf16, fp16 or fp32, last dimension of any stride; results are new and contiguous. Inference only: an
-input that asks for gradients is refused. Every Python function here checks its arguments and calls the operator
-`torch.ops.quarterturn.<name>`, which `torch.compile` and CUDA graphs take whole.
+input that asks for gradients is refused. Every Python function here stands for the operator `torch.ops.quarterturn.<name>`, which checks its arguments, and which
+`torch.compile` and CUDA graphs take whole; called eagerly it runs without the dispatcher.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from torch import Tensor
 
 from . import checks
 from .backends import Blocks, Layer, Quantizer, Weight, compose, op_backend
+from .eager import seen_by_torch
 from .formats import FP4Format, get_format
 from .layouts import LINEAR, BLOCKED_128x4, get_layout
 from .tensor import FP4Tensor
@@ -65,7 +66,7 @@ def rotate(
     matrix: (R, R), rounded to fp32; R divides K. Accurate to fp32, rounded once to out_dtype (default x.dtype).
     Raises Refusal for other dtypes and shapes, and where x asks for gradients. Source: docs/numerics.md.
     """
-    return torch.ops.quarterturn.rotate(x, matrix, factor, transpose, out_dtype or x.dtype, backend)
+    return _call(_rotate, x, matrix, factor, transpose, out_dtype or x.dtype, backend)
 
 
 def rotate_quantize(
@@ -90,8 +91,8 @@ def rotate_quantize(
     """
     scale = _encode_tensor(encode_scale, x)
     name = get_format(format).name
-    codes, byte, tensor_scale = torch.ops.quarterturn.rotate_quantize(
-        x, matrix, factor, transpose, name, scale, recipe, rule, scale_layout, backend
+    codes, byte, tensor_scale = _call(
+        _rotate_quantize, x, matrix, factor, transpose, name, scale, recipe, rule, scale_layout, backend
     )
     return codes, byte.view(get_format(format).scale_dtype), tensor_scale
 
@@ -115,8 +116,18 @@ def rotate_quantize_dequantize(
     """
     scale = _encode_tensor(encode_scale, x)
     name = get_format(format).name
-    return torch.ops.quarterturn.rotate_quantize_dequantize(
-        x, matrix, factor, transpose, name, scale, recipe, rule, out_dtype or x.dtype, backend
+    return _call(
+        _rotate_quantize_dequantize,
+        x,
+        matrix,
+        factor,
+        transpose,
+        name,
+        scale,
+        recipe,
+        rule,
+        out_dtype or x.dtype,
+        backend,
     )
 
 
@@ -147,7 +158,8 @@ def fp4_matmul(
     x_tensor_scale: fp32, one element or one per row. bias: (N,). Raises Refusal for what does not fit.
     """
     dtype = out_dtype or (torch.bfloat16 if x.dtype == torch.uint8 else x.dtype)
-    return torch.ops.quarterturn.fp4_matmul(
+    return _call(
+        _fp4_matmul,
         x,
         None if x_block_scale is None else _bytes(x_block_scale),
         x_tensor_scale,
@@ -160,6 +172,13 @@ def fp4_matmul(
         dtype,
         backend,
     )
+
+
+def _call(operator: Callable[..., Any], x: Tensor, *rest: Any) -> Any:
+    """The operator of that function, or the function itself where nobody would see the difference."""
+    if torch.compiler.is_compiling() or seen_by_torch(x):
+        return getattr(torch.ops.quarterturn, operator.__name__[1:])(x, *rest)
+    return operator(True, x, *rest)
 
 
 def _bytes(scales: Tensor) -> Tensor:

@@ -56,23 +56,6 @@ class LayerPlan:
         return y.view(*x.shape[:-1], y.shape[1])
 
 
-def seen_by_torch(x: Tensor) -> bool:
-    """Whether anything looks on that must see an operator: fake tensors, tracing, modes, autocast, functorch."""
-    return (
-        type(x) is not Tensor
-        or _is_any_autocast_enabled()
-        or _get_tracing_state() is not None
-        or _len_torch_dispatch_stack() > 0
-        or _peek_interpreter_stack() is not None
-    )
-
-
-_is_any_autocast_enabled = torch._C._is_any_autocast_enabled
-_get_tracing_state = torch._C._get_tracing_state
-_len_torch_dispatch_stack = torch._C._len_torch_dispatch_stack
-_peek_interpreter_stack = torch._C._functorch.peek_interpreter_stack
-
-
 class Stamp:
     """What a layer's derived buffers were made from: tensors, their places and versions, and choices."""
 
