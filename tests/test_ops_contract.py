@@ -232,6 +232,6 @@ def test_an_explicit_backend_is_never_replaced(monkeypatch: pytest.MonkeyPatch) 
     try:
         text = assert_refused(lambda: ops.rotate(X, M, backend=first.NAME), first.NAME)
         assert "needs a chip, found none" in text
-        assert op_backend("rotate", torch.device("cpu"), "auto").NAME == BACKENDS[1].NAME
+        assert op_backend("rotate", torch.device("cpu"), "auto").NAME == "any_torch"
     finally:
         op_backend.cache_clear()

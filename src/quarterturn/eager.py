@@ -1,4 +1,4 @@
-"""Whether a call must go through the dispatcher of PyTorch: only if something looks on, since that costs 20 to 40 us."""
+"""Whether a call must go through PyTorch's dispatcher: only if something looks on, since that costs 20 to 40 us."""
 
 from __future__ import annotations
 
