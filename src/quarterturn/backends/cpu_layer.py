@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import cpu_build
+from .kept import Kept
 from .protocol import Blocks, Layer, Quantizer, Weight
 
 DTYPE = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -95,15 +96,16 @@ class _Prepared:
 
 
 def _prepared(blocks: Blocks) -> _Prepared:
-    """The kernel's form of a block, kept on the matrix it was made of, and made again when that is written to."""
-    matrix = blocks.matrix
-    key = (blocks.factor, blocks.transpose, 0 if matrix.is_inference() else matrix._version)
-    kept = getattr(matrix, "_cpu_native", None)
-    if kept is None or kept[0] != key:
-        kept = (key, _prepare_blocks(blocks))
-        matrix._cpu_native = kept  # type: ignore[attr-defined]
-    result: _Prepared = kept[1]
-    return result
+    """The kernel's form of a block, kept beside the matrix it was made of."""
+    made = _KEPT.of(blocks.matrix)
+    key = (blocks.factor, blocks.transpose)
+    if key not in made:
+        made[key] = _prepare_blocks(blocks)
+    prepared: _Prepared = made[key]
+    return prepared
+
+
+_KEPT = Kept()
 
 
 def _prepare_blocks(blocks: Blocks) -> _Prepared:

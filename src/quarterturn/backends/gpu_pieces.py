@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .kept import Kept
 from .protocol import Blocks
 
 OUTPUTS = CODES, VALUES, ROTATED = 0, 1, 2
@@ -33,24 +34,28 @@ class Pieces:
 
 
 def pieces_of(blocks: Blocks, dtype: torch.dtype) -> Pieces:
-    """The kernels' form of a block, kept on the matrix it was made of, and made again when that is written to.
+    """The kernels' form of a block, kept beside the matrix it was made of.
 
     While a CUDA graph is being captured nothing can be looked at: the form is then made on the GPU, as part of the
-    graph, of as many pieces as any matrix may need. A matrix that was met before costs nothing there.
+    graph, of as many pieces as any matrix may need. A matrix that was met before costs nothing there; what a graph has
+    captured stays as it was, and in memory, though the matrix be written to.
     """
     matrix = blocks.matrix
-    version = 0 if matrix.is_inference() else matrix._version
-    kept = getattr(matrix, "_gpu_triton", None)
-    if kept is None or kept[0] != version:
-        kept = (version, {})
-        matrix._gpu_triton = kept  # type: ignore[attr-defined]
-    made: dict[tuple[float, bool, torch.dtype], Pieces] = kept[1]
+    made = _KEPT.of(matrix)
     key = (blocks.factor, blocks.transpose, dtype)
+    capturing = matrix.is_cuda and torch.cuda.is_current_stream_capturing()
     if key not in made:
-        if matrix.is_cuda and torch.cuda.is_current_stream_capturing():
+        if capturing:
             return make_pieces(blocks, dtype, look=False)
         made[key] = make_pieces(blocks, dtype)
-    return made[key]
+    pieces: Pieces = made[key]
+    if capturing:
+        _CAPTURED.append(pieces)
+    return pieces
+
+
+_KEPT = Kept()
+_CAPTURED: list[Pieces] = []
 
 
 def make_pieces(blocks: Blocks, dtype: torch.dtype, look: bool = True) -> Pieces:
