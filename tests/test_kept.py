@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import io
 import weakref
@@ -51,3 +52,8 @@ def test_a_matrix_that_is_written_to_is_read_again(backend: str) -> None:
     assert torch.equal(ops.rotate(x, matrix, backend=backend), x)
     matrix.mul_(2)
     assert torch.equal(ops.rotate(x, matrix, backend=backend), 2 * x)
+    matrix.data = torch.eye(16) * 3
+    assert torch.equal(ops.rotate(x, matrix, backend=backend), 3 * x)
+    copied = copy.deepcopy(matrix)
+    copied.copy_(torch.eye(16))
+    assert torch.equal(ops.rotate(x, copied, backend=backend), x)

@@ -9,7 +9,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 
 class Kept:
-    """For each tensor object a dict, empty at first and again once the tensor's version has changed.
+    """For each tensor object a dict, empty at first and again once the tensor's version or memory has changed.
 
     The object is the key, not its address, which another tensor may get; and nothing is hung on the tensor itself,
     which would travel with it into files. Tensors made in inference mode have no version: those must not be written to.
@@ -19,9 +19,10 @@ class Kept:
         self._of: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
     def of(self, tensor: Tensor) -> dict[Any, Any]:
-        version = 0 if tensor.is_inference() else tensor._version
+        # `tensor.data = other` changes the memory, not the version.
+        state = (0 if tensor.is_inference() else tensor._version, tensor.data_ptr())
         kept = self._of.get(tensor)
-        if kept is None or kept[0] != version:
-            kept = self._of[tensor] = (version, {})
+        if kept is None or kept[0] != state:
+            kept = self._of[tensor] = (state, {})
         made: dict[Any, Any] = kept[1]
         return made
