@@ -163,10 +163,10 @@ class Compiled:
         instruction, behind = self.sass[index], [index + 1] if index + 1 < len(self.sass) else []
         if instruction.name in ("EXIT", "RET"):
             return behind if instruction.predicate else []
-        target = re.search(r"0x([0-9a-f]+)$", instruction.operands) if instruction.name == "BRA" else None
+        target = re.match(r"(!?U?P\d, )?0x([0-9a-f]+)", instruction.operands) if instruction.name == "BRA" else None
         if target is None:
             return behind
-        return [place[int(target[1], 16)], *(behind if instruction.predicate or "P" in instruction.operands else [])]
+        return [place[int(target[2], 16)], *(behind if instruction.predicate or target[1] else [])]
 
     def summary(self, most: int = 24) -> str:
         """A few lines for a person."""
