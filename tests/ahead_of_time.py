@@ -68,12 +68,12 @@ class Compiled:
     @property
     def registers(self) -> int:
         """32-bit registers a thread."""
-        return self._report["registers"]
+        return self._resources["registers"]
 
     @property
     def stack(self) -> int:
         """Bytes of local memory a thread keeps as its stack frame."""
-        return self._report["stack"]
+        return self._resources["stack"]
 
     @property
     def spill_stores(self) -> int:
@@ -141,6 +141,33 @@ class Compiled:
                 found.append([i for i in self.sass[: index + 1] if i.address >= int(target[1], 16)])
         return found
 
+    def shortest_pass(self, loop: list[Instruction]) -> list[Instruction]:
+        """The instructions of one pass through a loop by the way that executes fewest, in their order.
+
+        A branch with a predicate may be taken or not; one without is taken. A call is one instruction.
+        """
+        place = {instruction.address: index for index, instruction in enumerate(self.sass)}
+        start, end = place[loop[0].address], place[loop[-1].address]
+        came_from, reached = {start: start}, [start]
+        for index in reached:  # breadth first: `reached` grows while it is walked
+            for following in self._following(index, place):
+                if following not in came_from:
+                    came_from[following] = index
+                    reached.append(following)
+        way = [end]
+        while way[-1] != start:
+            way.append(came_from[way[-1]])
+        return [self.sass[index] for index in reversed(way)]
+
+    def _following(self, index: int, place: dict[int, int]) -> list[int]:
+        instruction, behind = self.sass[index], [index + 1] if index + 1 < len(self.sass) else []
+        if instruction.name in ("EXIT", "RET"):
+            return behind if instruction.predicate else []
+        target = re.match(r"(!?U?P\d, )?0x([0-9a-f]+)", instruction.operands) if instruction.name == "BRA" else None
+        if target is None:
+            return behind
+        return [place[int(target[2], 16)], *(behind if instruction.predicate or target[1] else [])]
+
     def summary(self, most: int = 24) -> str:
         """A few lines for a person."""
         common = ", ".join(f"{name} {n}" for name, n in self.sass_counts.most_common(most))
@@ -159,8 +186,19 @@ class Compiled:
         return Counter(i.bits for i in self.sass if i.name in names)
 
     @cached_property
+    def _resources(self) -> dict[str, int]:
+        """What the cubin says a launch needs."""
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(self.cubin)
+            file.flush()
+            text = _run(tool("cuobjdump"), "--dump-resource-usage", file.name).stdout
+        found = re.search(r"REG:(\d+) STACK:(\d+)", text)
+        assert found, f"cuobjdump says nothing of registers:\n{text}"
+        return {"registers": int(found[1]), "stack": int(found[2])}
+
+    @cached_property
     def _report(self) -> dict[str, int]:
-        """What ptxas says of the PTX: a cubin does not hold the spills."""
+        """What ptxas says of the PTX, compiled once more: a cubin does not hold the spills."""
         with tempfile.TemporaryDirectory() as folder:
             source = Path(folder) / "kernel.ptx"
             source.write_text(self.ptx)
@@ -177,8 +215,6 @@ class Compiled:
 _SASS_LINE = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(@!?U?P\w+\s+)?([A-Z][\w.]*)([^;]*);", re.MULTILINE)
 _PTX_LINE = re.compile(r"^\s*(?:@!?%\w+\s+)?\{?\s*([a-z]\w*(?:\.\w+|::\w+)+)\s", re.MULTILINE)
 _REPORT = {
-    "registers": r"Used (\d+) registers",
-    "stack": r"(\d+) bytes stack frame",
     "spill_stores": r"(\d+) bytes spill stores",
     "spill_loads": r"(\d+) bytes spill loads",
 }

@@ -76,6 +76,29 @@ def test_a_loop_is_found(capability: int) -> None:
     assert not any(i.name == "STG" for i in longest)
 
 
+@triton.jit
+def branch_in_a_loop(x, y, n, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for start in range(n):
+        if start % 7 == 3:
+            total -= tl.sum(total)
+        total += tl.load(x + start * BLOCK + at).to(tl.float32)
+    tl.store(y + at, total.to(tl.bfloat16))
+
+
+@every_capability
+def test_the_shortest_pass_leaves_out_what_only_some_passes_do(capability: int) -> None:
+    signature = {"x": "*bf16", "y": "*bf16", "n": "i32"}
+    built = compile_kernel(branch_in_a_loop, signature, {"BLOCK": 1024}, capability, num_stages=1)
+    loop = min((loop for loop in built.loops if any(i.name == "LDG" for i in loop)), key=len)
+    short = built.shortest_pass(loop)
+    assert (short[0], short[-1]) == (loop[0], loop[-1])
+    assert any(i.name == "LDG" for i in short)
+    assert not any(i.name == "SHFL" for i in short)
+    assert any(i.name == "SHFL" for i in loop)
+
+
 def test_contraction_can_be_switched_off() -> None:
     signature, constants = {"x": "*bf16", "y": "*bf16", "n": "i32"}, {"BLOCK": 1024}
     fused = compile_kernel(sum_in_a_loop, signature, constants, 90)

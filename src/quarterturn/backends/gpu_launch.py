@@ -6,7 +6,7 @@ import ctypes
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -122,6 +122,7 @@ def hopper_takes(task: Task) -> bool:
         and task.out.dtype in (torch.uint8, x.dtype)
         and x.numel() % _width(task) == 0
         and x.numel() // _width(task) < 2**31 - 2**16
+        and not (task.blocked and x.numel() // task.group >= 2**31 - 2**24)  # whose places it counts in 32 bits
         and not task.by_row
     )
 
@@ -137,21 +138,48 @@ def _launch_portable(task: Task) -> None:
     x, group = task.x, task.group
     m, k = x.shape
     pieces = None if task.blocks is None else pieces_of(task.blocks, x.dtype)
-    width = max(64, 0 if pieces is None else pieces.size)
+    size, count = (0, 0) if pieces is None else (pieces.size, pieces.pieces.shape[0])
+    hardware = x.is_cuda and capability(x.device)[0] >= 10
+    config = PortableConfig(x.dtype, size, count, m, task.output, task.blocked, group, task.rule, task.by_row, hardware)
+    constants = config.constants()
+    block_m, width = constants["BLOCK_M"], constants["WIDTH"]
     rows, cols = BLOCKED_128x4.shape(m, k // group) if task.blocked else (m, k // group)
-    block_m = 16 if m <= 16 or task.by_row or x.dtype == torch.float32 else 64
     grid = (-(-rows // block_m), 1 if task.by_row else -(-max(cols * group, k) // width))
     encode = encode_scale(task.quantizer, x.device)
     kernel[grid](
         x, x.stride(0), x if pieces is None else pieces.pieces,
         task.out.view(torch.int32) if task.output == CODES else task.out,
         encode if task.scale is None else task.scale, encode if task.tensor_scale is None else task.tensor_scale,
-        encode, m, k, rows, cols, 1.0 if pieces is None else pieces.factor,
-        SIZE=0 if pieces is None else pieces.size, PIECES=0 if pieces is None else pieces.pieces.shape[0],
-        WIDTH=width, BLOCK_M=block_m, GROUP=group, OUTPUT=task.output, BLOCKED=task.blocked, TOKEN=task.by_row,
-        RULE_ADD=_RULE_ADD[task.rule], HARDWARE=x.is_cuda and capability(x.device)[0] >= 10,
-        INTERPRETED=interpreted(), num_warps=4, enable_fp_fusion=False,
+        encode, m, k, rows, cols, 1.0 if pieces is None else pieces.factor, **constants,
     )  # fmt: skip
+
+
+class PortableConfig(NamedTuple):
+    """What the portable kernel is compiled for. rows: of x; hardware: the GPU converts to E2M1 itself."""
+
+    dtype: torch.dtype
+    size: int
+    pieces: int
+    rows: int
+    output: int
+    blocked: bool
+    group: int
+    rule: str
+    by_row: bool
+    hardware: bool
+
+    def constants(self) -> dict[str, Any]:
+        """The constexpr arguments of the kernel, and the compiler's options."""
+        wide = self.dtype == torch.float32
+        block_m = 16 if self.rows <= 16 or self.by_row or wide else 64
+        # Blocks of 128 in float64, or 64 rows of them in pieces, do not fit in the registers of four warps.
+        crowded = self.size == 128 and (wide or (self.pieces > 1 and block_m == 64))
+        return {
+            "SIZE": self.size, "PIECES": self.pieces, "WIDTH": max(64, self.size), "BLOCK_M": block_m,
+            "GROUP": self.group, "OUTPUT": self.output, "BLOCKED": self.blocked, "TOKEN": self.by_row,
+            "RULE_ADD": _RULE_ADD[self.rule], "HARDWARE": self.hardware, "INTERPRETED": interpreted(),
+            "num_warps": 8 if crowded else 4, "enable_fp_fusion": False,
+        }  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -165,11 +193,19 @@ class Tiling:
 
 
 def tiling(width: int, pieces: int, output: int, units: int, multiprocessors: int) -> Tiling:
-    """Measured on an H200 at 8192 x 8192; a few units are spread over as many programs as there can be."""
+    """Measured on an H200 at 8192 x 8192; a few units are spread over as many programs as there can be.
+
+    No more programs than fit beside each other: one that waits for its place would do its tiles alone, at the end.
+    """
     if units < 128 * multiprocessors:
         return Tiling(64, 1, 4 if width == 64 else 8, 4)
-    return _TILINGS[width, pieces > 1, output]
+    cut = _TILINGS[width, pieces > 1, output]
+    fit = _SHARED // (2 * width * (cut.block * cut.stages + width * pieces) + 1152)
+    return cut if cut.programs <= fit else replace(cut, programs=fit)
 
+
+_SHARED = 228 * 1024
+"""Bytes a multiprocessor has for its programs; each takes 1,024 more than it asks for, and 128 hold its barriers."""
 
 _TILINGS = {
     (64, False, CODES): Tiling(64, 1, 4, 6),

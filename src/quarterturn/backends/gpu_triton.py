@@ -2,7 +2,7 @@
 
 | needs     | an NVIDIA GPU of capability 8.0 or more and Triton 3.6 (or Triton's interpreter: TRITON_INTERPRET=1) |
 | provides  | every op, format, rule, recipe, dtype and size; rotate + quantize in one launch for R = 16, 32, 64, 128 |
-| does not  | fuse other sizes of R (a float64 product makes z first); QuTLASS's MXFP4 recipe is any_torch's |
+| does not  | fuse other sizes, nor fp32 but on 8.0 and 9.0 (float64 makes z first); QuTLASS's MXFP4 is any_torch's |
 | run on    | NVIDIA H200; not run on other GPUs, for which its kernels are compiled in tests |
 
 Hopper GPUs take the kernel of rotate_quantize_hopper.py for bf16 and fp16 input behind a transform, all else takes the
@@ -28,6 +28,9 @@ from .protocol import Blocks, Problem, Quantizer, Weight
 
 NAME = "gpu_triton"
 FUSED_SIZES = (16, 32, 64, 128)
+FLOAT64_UNITS = ((8, 0), (9, 0))
+"""Capabilities on which Triton's float64 product runs on matrix units. Elsewhere it does not compile (10.0, R = 16),
+spills (10.0 and 12.0, R = 64), or asks for more shared memory than there is (8.6 and 12.0, R = 128)."""
 
 
 def missing(device: torch.device, capability: tuple[int, int] | None = None) -> list[str]:
@@ -58,7 +61,7 @@ def prepare(weight: FP4Tensor, mode: str) -> Tensor | None:
 
 def rotate(x: Tensor, blocks: Blocks, out_dtype: torch.dtype) -> Tensor:
     """x (M, K) @ V per block, fp32 sums, rounded once to out_dtype."""
-    if blocks.matrix.shape[0] not in FUSED_SIZES:
+    if not _fuses(x, blocks):
         return any_torch.rotate(x, blocks, out_dtype)
     out = torch.empty(x.shape, dtype=out_dtype, device=x.device)
     if x.numel():
@@ -115,10 +118,19 @@ def _reproduces_qutlass_mxfp4(quantizer: Quantizer) -> bool:
 
 
 def _fusable(x: Tensor, blocks: Blocks | None) -> tuple[Tensor, Blocks | None]:
-    """Turned already, in fp32, where the kernels do not know the size."""
-    if blocks is None or blocks.matrix.shape[0] in FUSED_SIZES:
+    """Turned already, in fp32, where the kernels do not turn it."""
+    if blocks is None or _fuses(x, blocks):
         return x, blocks
     return any_torch.rotate(x, blocks, torch.float32), None
+
+
+def _fuses(x: Tensor, blocks: Blocks) -> bool:
+    return fuses(blocks.matrix.shape[0], x.dtype, capability_of(x.device) if x.is_cuda else (8, 0))
+
+
+def fuses(size: int, dtype: torch.dtype, capability: tuple[int, int]) -> bool:
+    """Whether the kernels themselves turn blocks of a size: fp32, multiplied in float64, only where Triton can."""
+    return size in FUSED_SIZES and (dtype != torch.float32 or capability in FLOAT64_UNITS)
 
 
 def _tensor_scale(m: int, quantizer: Quantizer, x: Tensor) -> Tensor:
