@@ -17,9 +17,8 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 
 from ahead_of_time import CAPABILITIES, Compiled, Instruction, compile_kernel
 from quarterturn.backends.gpu_launch import HopperConfig, PortableConfig, Tiling, tiling
-from quarterturn.backends.gpu_pieces import CODES, ROTATED, VALUES
 from quarterturn.backends.gpu_triton import FUSED_SIZES, fuses
-from quarterturn.kernels import ptx
+from quarterturn.kernels import CODES, ROTATED, VALUES, ptx
 from quarterturn.kernels.rotate_quantize import rotate_quantize
 from quarterturn.kernels.rotate_quantize_hopper import RUN, amax_asm, quantize_asm, rotate_quantize_hopper
 
@@ -153,7 +152,7 @@ def compiled_hopper(config: HopperConfig) -> Compiled:
         "encode_ptr": "*fp32",
     }  # fmt: skip
     signature |= dict.fromkeys(("units", "padded_units", "units_per_row", "reciprocal"), "i32")
-    signature |= dict.fromkeys(("factor", "twice_inverse", "scale_factor"), "fp32")
+    signature |= dict.fromkeys(("factor", "twice_inverse", "amax_factor"), "fp32")
     aligned = ["x_ptr", "matrix_ptr", "out_ptr", "scale_ptr", "tensor_scale_ptr"]
     return compile_kernel(
         rotate_quantize_hopper, signature, constants, 90, num_warps=config.tiling.num_warps, divisible=aligned

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import ctypes
-import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..formats import INV6, MXFP4
+from ..kernels import CODES, ROTATED, VALUES
 from ..layouts import BLOCKED_128x4
-from .gpu_pieces import CODES, ROTATED, VALUES, pieces_of
+from ..settings import triton_interprets
+from .gpu_pieces import pieces_of
 from .protocol import Blocks, Quantizer
 
 # What an E8M0 rule adds to the bits of an amax, so that its mantissa carries into the exponent from a threshold on.
@@ -51,9 +52,20 @@ class Task:
         return self.quantizer is not None and per_row(self.quantizer)
 
 
-def interpreted() -> bool:
-    """Whether this process runs Triton's kernels in its interpreter, on CPU tensors."""
-    return os.environ.get("TRITON_INTERPRET") == "1"
+@cache
+def triton_version() -> tuple[int, int] | None:
+    """Major and minor, None where there is no Triton."""
+    try:
+        import triton
+    except ImportError:
+        return None
+    major, minor = triton.__version__.split(".")[:2]
+    return int(major), int(minor)
+
+
+HOPPER_TRITON = ((3, 6),)
+"""The versions that the Hopper kernel was run with: Gluon and the way to launch it may change with any other, where the
+portable kernel is taken."""
 
 
 def per_row(quantizer: Quantizer) -> bool:
@@ -71,9 +83,19 @@ def encode_scale(quantizer: Quantizer | None, device: torch.device) -> Tensor:
     return quantizer.encode_scale.view(1)
 
 
-@lru_cache(maxsize=64)
 def _constant(value: float, device: torch.device) -> Tensor:
-    return torch.full((1,), value, dtype=torch.float32, device=device)
+    """One number, kept; while a graph is being captured one of the graph's own, which is filled when it runs."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return torch.full((1,), value, dtype=torch.float32, device=device)
+    return _kept_constant(value, device)
+
+
+@lru_cache(maxsize=64)
+def _kept_constant(value: float, device: torch.device) -> Tensor:
+    constant = torch.full((1,), value, dtype=torch.float32, device=device)
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()  # other streams may read it next
+    return constant
 
 
 @lru_cache(maxsize=64)
@@ -94,8 +116,8 @@ def launch(task: Task) -> None:
         # Rows that lie apart are brought together, so that strides change no bit.
         if not task.x.is_contiguous() or task.x.data_ptr() % 16:
             task.x = task.x.clone(memory_format=torch.contiguous_format)
-        if task.blocked and task.x.shape[1] % max(_width(task), 4 * task.group):
-            # A unit would span rows, or the padding: the scales take their places in a second step.
+        if task.blocked and task.x.shape[1] % (4 * task.group):
+            # Columns would need padding: the scales take their places in a second step.
             assert task.scale is not None
             stored, task.blocked = task.scale, False
             task.scale = stored.new_empty(task.x.shape[0], task.x.shape[1] // task.group)
@@ -112,15 +134,17 @@ def _on(device: torch.device) -> AbstractContextManager[object]:
 
 
 def hopper_takes(task: Task) -> bool:
-    """Whether the Hopper kernel runs this: whole units of 16-bit values to be turned, none quantized by its row."""
+    """Whether the Hopper kernel runs this: rows of whole units of 16-bit values, to be turned, not scaled row by row."""
     x = task.x
     return (
         task.blocks is not None
         and x.is_cuda
         and capability(x.device)[0] == 9
+        and triton_version() in HOPPER_TRITON
+        and not triton_interprets()
         and x.dtype in (torch.bfloat16, torch.float16)
         and task.out.dtype in (torch.uint8, x.dtype)
-        and x.numel() % _width(task) == 0
+        and x.shape[1] % _width(task) == 0
         and x.numel() // _width(task) < 2**31 - 2**16
         and not (task.blocked and x.numel() // task.group >= 2**31 - 2**24)  # whose places it counts in 32 bits
         and not task.by_row
@@ -177,7 +201,7 @@ class PortableConfig(NamedTuple):
         return {
             "SIZE": self.size, "PIECES": self.pieces, "WIDTH": max(64, self.size), "BLOCK_M": block_m,
             "GROUP": self.group, "OUTPUT": self.output, "BLOCKED": self.blocked, "TOKEN": self.by_row,
-            "RULE_ADD": _RULE_ADD[self.rule], "HARDWARE": self.hardware, "INTERPRETED": interpreted(),
+            "RULE_ADD": _RULE_ADD[self.rule], "HARDWARE": self.hardware, "INTERPRETED": triton_interprets(),
             "num_warps": 8 if crowded else 4, "enable_fp_fusion": False,
         }  # fmt: skip
 

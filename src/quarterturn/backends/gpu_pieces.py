@@ -8,11 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..kernels import CODES, OUTPUTS
 from .kept import Kept
 from .protocol import Blocks
-
-OUTPUTS = CODES, VALUES, ROTATED = 0, 1, 2
-"""What a kernel writes: codes and block scales; e2m1 * block_scale; rotated values. The numbers are its OUTPUT."""
 
 
 @dataclass(frozen=True)
@@ -48,14 +46,17 @@ def pieces_of(blocks: Blocks, dtype: torch.dtype) -> Pieces:
         if capturing:
             return make_pieces(blocks, dtype, look=False)
         made[key] = make_pieces(blocks, dtype)
+        if matrix.is_cuda:
+            torch.cuda.current_stream(matrix.device).synchronize()  # other streams may read it next
     pieces: Pieces = made[key]
     if capturing:
-        _CAPTURED.append(pieces)
+        _CAPTURED[id(pieces)] = pieces
     return pieces
 
 
 _KEPT = Kept()
-_CAPTURED: list[Pieces] = []
+_CAPTURED: dict[int, Pieces] = {}
+"""What CUDA graphs may read, for as long as the process lives: a graph does not say when it goes."""
 
 
 def make_pieces(blocks: Blocks, dtype: torch.dtype, look: bool = True) -> Pieces:

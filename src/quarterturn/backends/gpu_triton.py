@@ -1,29 +1,29 @@
 """Triton kernels on NVIDIA GPUs.
 
-| needs     | an NVIDIA GPU of capability 8.0 or more and Triton 3.6 (or Triton's interpreter: TRITON_INTERPRET=1) |
+| needs     | an NVIDIA GPU of capability 8.0 or more and Triton 3.6 or newer (or its interpreter: TRITON_INTERPRET=1) |
 | provides  | every op, format, rule, recipe, dtype and size; rotate + quantize in one launch for R = 16, 32, 64, 128 |
 | does not  | fuse other sizes, nor fp32 but on 8.0 and 9.0 (float64 makes z first); QuTLASS's MXFP4 is any_torch's |
 | run on    | NVIDIA H200; not run on other GPUs, for which its kernels are compiled in tests |
 
-Hopper GPUs take the kernel of rotate_quantize_hopper.py for bf16 and fp16 input behind a transform, all else takes the
-portable one of rotate_quantize.py: both multiply exact pieces of the matrix, sum in fp32 and round in the same way. A
-matrix is looked at once, at its first use, and the form that the kernels multiply is kept on it.
+Hopper GPUs with Triton 3.6 take the kernel of rotate_quantize_hopper.py for bf16 and fp16 input behind a transform (K a
+multiple of 64), all else takes the portable one of rotate_quantize.py: both multiply exact pieces of the matrix, sum in
+fp32 and round in the same way. A matrix is looked at once, at its first use, and the form that the kernels multiply is
+kept beside it: `matrix.data` must not be written to in place on a GPU.
 """
 
 from __future__ import annotations
-
-from functools import cache
 
 import torch
 from torch import Tensor
 
 from ..formats import MXFP4
+from ..kernels import CODES, ROTATED, VALUES
 from ..layouts import BLOCKED_128x4
+from ..settings import triton_interprets
 from ..tensor import FP4Tensor
 from . import any_torch
-from .gpu_launch import Task, encode_scale, interpreted, launch, per_row
+from .gpu_launch import Task, encode_scale, launch, per_row, triton_version
 from .gpu_launch import capability as capability_of
-from .gpu_pieces import CODES, ROTATED, VALUES
 from .protocol import Blocks, Problem, Quantizer, Weight
 
 NAME = "gpu_triton"
@@ -36,13 +36,13 @@ spills (10.0 and 12.0, R = 64), or asks for more shared memory than there is (8.
 def missing(device: torch.device, capability: tuple[int, int] | None = None) -> list[str]:
     """Reasons against this machine: no NVIDIA GPU, too old a one, or no Triton."""
     reasons = []
-    if device.type != "cuda" and not (device.type == "cpu" and interpreted()):
+    if device.type != "cuda" and not (device.type == "cpu" and triton_interprets()):
         return [f"needs an NVIDIA GPU, found {device.type}"]
     if device.type == "cuda" and torch.version.hip is not None:
         return ["needs an NVIDIA GPU, found an AMD one"]
     if device.type == "cuda" and (found := capability or capability_of(device)) < (8, 0):
         reasons.append(f"needs a GPU of capability 8.0 or more, found {found[0]}.{found[1]}")
-    if (version := _triton_version()) is None:
+    if (version := triton_version()) is None:
         reasons.append("needs Triton: pip install triton")
     elif version < (3, 6):
         reasons.append(f"needs Triton 3.6 or newer, found {version[0]}.{version[1]}: pip install -U triton")
@@ -140,13 +140,3 @@ def _tensor_scale(m: int, quantizer: Quantizer, x: Tensor) -> Tensor:
     if m:
         return torch.empty(1, dtype=torch.float32, device=x.device)
     return encode_scale(quantizer, x.device).reciprocal()
-
-
-@cache
-def _triton_version() -> tuple[int, int] | None:
-    try:
-        import triton
-    except ImportError:
-        return None
-    major, minor = triton.__version__.split(".")[:2]
-    return int(major), int(minor)

@@ -82,18 +82,18 @@ def repair(size: int, half: bool, count: int, offset: str, x: str, matrix: str) 
     ]
 
 
-def nvfp4_scale(count: int, sixth: str, encode: str, divisor: str, width: str) -> list[str]:
+def nvfp4_scale(count: int, amax_factor: str, encode: str, divisor: str, usual: str) -> list[str]:
     """From the amax `a`: `byte`, and `r`, half the reciprocal that values are multiplied by.
 
-    sixth: fp32(1/6) times the factor that the values still lack. divisor: twice the tensor scale, over
-    that factor, so that r = 1 / (s * divisor). width: 0x76, or 0 to send every group the long way.
+    amax_factor: fp32(1/6) times the factor that the values still lack. divisor: twice the tensor scale, over
+    that factor, so that r = 1 / (s * divisor). usual: 0x76, or 0 to send every group the long way.
 
     Usual groups have a normal scale under 448: then 6 * s is near amax, no value exceeds 7, and s * divisor is far
     from the ends of fp32, where one Newton step after the approximate reciprocal rounds as IEEE division does. Scales
     that are zero, subnormal, saturated or NaN take the branch: exact reciprocal, values clamped or set to zero.
     """
     return [
-        f"mul.rn.f32 t, a, {sixth};",
+        f"mul.rn.f32 t, a, {amax_factor};",
         f"mul.rn.f32 t, {encode}, t;",
         f"cvt.rn.satfinite.e4m3x2.f32 e, {constant(0)}, t;",
         "cvt.u32.u16 byte, e;",
@@ -105,7 +105,7 @@ def nvfp4_scale(count: int, sixth: str, encode: str, divisor: str, width: str) -
         f"fma.rn.f32 t, n, r, {constant(1.0)};",
         "fma.rn.f32 r, r, t, r;",
         "sub.u32 u, byte, 8;",
-        f"setp.lt.u32 usual, u, {width};",
+        f"setp.lt.u32 usual, u, {usual};",
         "@usual bra USUAL;",
         f"setp.lt.f32 fin, a, {constant(_INFINITY)};",
         "cvt.rn.f16x2.e4m3x2 u, e;",

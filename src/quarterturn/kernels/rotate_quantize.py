@@ -5,15 +5,19 @@ are exact, sums are fp32; fp32 x is multiplied in float64), quantized group by g
 scales are written once, the scales row by row or straight into the 128x4 layout with its padding. On sm_100 and later
 the hardware converts to E2M1; elsewhere the twin below computes the same bits. Launch it with enable_fp_fusion=False:
 no product may be fused into a sum.
+
+| x        | (M, K) bf16, fp16 or fp32, rows any number of elements apart                                       |
+| matrix   | (P, R, R) pieces of x's dtype, fp64 for fp32 x; R = 16, 32, 64, 128, or no transform               |
+| output   | int32 (M, K/8) of eight codes and uint8 scales; or (M, K) values; or (M, K) rotated                |
+| moves    | K * (2 + 1/2 + 1/group) bytes a row for bf16 to codes; the matrix once a program                   |
+| does not | check arguments, allocate, take other R                                                            |
+| see      | docs/numerics.md and reference.py for the numbers, tests/test_gpu_triton*.py for the tests         |
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
-
-CODES, VALUES, ROTATED = 0, 1, 2
-"""What is written: codes and block scales; e2m1 * block_scale; the rotated values."""
 
 INV6 = tl.constexpr(0.16666667163372040)
 _CONVERT = tl.constexpr(

@@ -10,6 +10,13 @@ multiprocessor take tiles in turn:
 
 R = 16 and 32 use a 64-wide block-diagonal matrix. Its columns are permuted so that the accumulators which wgmma leaves
 in a thread are runs of neighbours (`column_order`): no value has to change its thread before it is stored.
+
+| x        | (M, K) bf16 or fp16, contiguous, 16-byte aligned, K a multiple of the width                        |
+| matrix   | (P, W, W) pieces of x's dtype, made by backends/gpu_pieces.py                                      |
+| output   | int64 (M, K/16) of sixteen codes and uint8 scales; or (M, K) values; or (M, K) rotated, of x's dtype |
+| moves    | as rotate_quantize.py, the matrix once a program                                                   |
+| does not | check arguments, allocate, take a tensor scale a row                                               |
+| see      | docs/numerics.md and reference.py for the numbers, tests/test_gpu_triton*.py for the tests         |
 """
 
 from __future__ import annotations
@@ -26,16 +33,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from . import ptx
-
-CODES, VALUES, ROTATED = 0, 1, 2
-"""What is written: codes and block scales; e2m1 * block_scale; the rotated values."""
+from . import CODES, ROTATED, VALUES, ptx
 
 RUN = {CODES: 16, VALUES: 8, ROTATED: 8}
 """Neighbouring values that a thread holds: 16 make 8 bytes of codes, 8 make 16 bytes of bf16, both whole sectors."""
 
 _OPERANDS = 8
-"""Operands of the asm texts behind the values: amax, sixth, encode, divisor, width, offset, tile, matrix."""
+"""Operands of the asm texts behind the values: amax, amax_factor, encode, divisor, usual, offset, tile, matrix."""
 
 
 def column_order(width: int, output: int) -> list[int]:
@@ -70,7 +74,7 @@ def quantize_asm(group: int, output: int, rule: str, repair: int, half: bool) ->
     run = RUN[output]
     outputs = 2 if output == CODES else run // 2
     operands = [f"${outputs + i}" for i in range(run + _OPERANDS)]
-    z, (amax, sixth, encode, divisor, width, offset, tile, matrix) = operands[:run], operands[run:]
+    z, (amax, amax_factor, encode, divisor, usual, offset, tile, matrix) = operands[:run], operands[run:]
     if run == group:
         lines = ptx.amax([f"z{i}" for i in range(run)], "a")
         if repair:
@@ -78,9 +82,9 @@ def quantize_asm(group: int, output: int, rule: str, repair: int, half: bool) ->
     else:
         lines = [f"mov.f32 a, {amax};"]
     if group == 16:
-        lines += ptx.nvfp4_scale(run, sixth, encode, divisor, width)
+        lines += ptx.nvfp4_scale(run, amax_factor, encode, divisor, usual)
     else:
-        lines += ptx.mxfp4_scale(run, rule, sixth)
+        lines += ptx.mxfp4_scale(run, rule, amax_factor)
     saturate = group == 32 and rule == "floor"
     if output == CODES:
         lines += [*ptx.codes("$0", saturate), "mov.b32 $1, byte;"]
@@ -171,7 +175,7 @@ _FOUR_WORDS = gl.constexpr((gl.int32,) * 4)
         "reciprocal",
         "factor",
         "twice_inverse",
-        "scale_factor",
+        "amax_factor",
     ],
     do_not_specialize_on_alignment=["encode_ptr"],
 )
@@ -190,7 +194,7 @@ def rotate_quantize_hopper(
     reciprocal,
     factor,
     twice_inverse,
-    scale_factor,
+    amax_factor,
     WIDTH: gl.constexpr,
     PIECES: gl.constexpr,
     BLOCK: gl.constexpr,
@@ -210,7 +214,7 @@ def rotate_quantize_hopper(
 
     padded_units: with blocked scales, the units of all rows up to a multiple of 128, whose scales are written as zero.
     reciprocal: see _blocked_address. factor: what the accumulator
-    lacks. twice_inverse: 2 / factor. scale_factor: what an amax is multiplied by.
+    lacks. twice_inverse: 2 / factor. amax_factor: what an amax is multiplied by.
     """
     pid = gl.program_id(0)
     programs = gl.num_programs(0)
@@ -242,10 +246,10 @@ def rotate_quantize_hopper(
         if pid == 0:
             gl.store(tensor_scale_ptr, tensor_scale)
     divisor = tensor_scale * twice_inverse
-    width = gl.to_tensor(0)
+    usual = gl.to_tensor(0)
     if divisor > 1e-30:
         if divisor < 1e30:
-            width = gl.to_tensor(0x76)
+            usual = gl.to_tensor(0x76)
     mbarrier.wait(arrived.index(STAGES), 0)
 
     # Eight warps share a unit of 128 values, four hold each its own rows of units.
@@ -299,7 +303,7 @@ def rotate_quantize_hopper(
             x_tile = (x_ptr + first).to(gl.int64)
             matrix = matrix_ptr.to(gl.int64)
         amax = factor
-        rest = [factor, scale_factor, encode, divisor, width, offset, x_tile, matrix]
+        rest = [factor, amax_factor, encode, divisor, usual, offset, x_tile, matrix]
         if OUTPUT == 0:
             if AMAX_ASM != "":
                 amax, z0, z1, z2, z3, z4, z5, z6, z7, z8, z9, z10, z11, z12, z13, z14, z15 = gl.inline_asm_elementwise(
@@ -315,7 +319,7 @@ def rotate_quantize_hopper(
                 QUANTIZE_ASM,
                 QUANTIZE_CONSTRAINTS,
                 [z0, z1, z2, z3, z4, z5, z6, z7, z8, z9, z10, z11, z12, z13, z14, z15]
-                + [amax, scale_factor, encode, divisor, width, offset, x_tile, matrix],
+                + [amax, amax_factor, encode, divisor, usual, offset, x_tile, matrix],
                 dtype=(gl.int64, gl.int32),
                 is_pure=True,
                 pack=1,
@@ -345,7 +349,7 @@ def rotate_quantize_hopper(
                     QUANTIZE_ASM,
                     QUANTIZE_CONSTRAINTS,
                     [z0, z1, z2, z3, z4, z5, z6, z7]
-                    + [amax, scale_factor, encode, divisor, width, offset, x_tile, matrix],
+                    + [amax, amax_factor, encode, divisor, usual, offset, x_tile, matrix],
                     dtype=_FOUR_WORDS,
                     is_pure=True,
                     pack=1,
