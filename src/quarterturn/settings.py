@@ -14,5 +14,5 @@ def cache_dir() -> Path:
 
 
 def triton_interprets() -> bool:
-    """Whether Triton runs kernels in its interpreter, also on CPU tensors: a variable of its own, read at its import."""
+    """Whether Triton runs kernels in its interpreter, also on CPU tensors: a variable of its own."""
     return os.environ.get("TRITON_INTERPRET") == "1"

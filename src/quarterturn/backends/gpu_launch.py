@@ -134,7 +134,7 @@ def _on(device: torch.device) -> AbstractContextManager[object]:
 
 
 def hopper_takes(task: Task) -> bool:
-    """Whether the Hopper kernel runs this: rows of whole units of 16-bit values, to be turned, not scaled row by row."""
+    """Whether the Hopper kernel runs this: rows of whole units of 16-bit values, turned, not scaled row by row."""
     x = task.x
     return (
         task.blocks is not None
