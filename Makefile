@@ -42,7 +42,7 @@ types: $(STAMP)  ## Mypy.
 	$(BIN)/mypy
 
 interpreter: $(STAMP)  ## The GPU's kernels on the CPU, through Triton's interpreter: the small ones of their tests.
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q -m interpreter $(wildcard tests/test_gpu_triton*.py)
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q -m interpreter $(wildcard tests/test_gpu_triton*.py) tests/test_rounding_twins.py
 
 pytest: $(STAMP)  ## The tests alone, without those for a GPU.
 	$(BIN)/python -m pytest -q -m "not gpu"
