@@ -11,6 +11,7 @@ library's sums in any but about one case in 2^29. A row's bits do not depend on 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from pathlib import Path
@@ -23,6 +24,7 @@ from ..layouts import get_layout, pack_nibbles
 from ..rounding import e2m1_codes, e2m1_values, e8m0_bytes
 from ..tensor import FP4Tensor, decode_block_scale, decode_codes
 from .compose import epilogue
+from .factors import WIDE, factors_of
 from .protocol import Blocks, Problem, Quantizer, Weight
 
 NAME = "any_torch"
@@ -30,6 +32,7 @@ CHUNK = 1 << 18
 """Elements of x that are quantized at a time: the fp32 intermediates of one chunk stay in a core's cache."""
 SCRATCH = 1 << 22
 """Weights that are decoded at a time when they are kept packed: 16 MB of fp32."""
+Turn = Callable[[Tensor], Tensor]
 
 
 def missing(device: torch.device, capability: tuple[int, int] | None = None) -> list[str]:
@@ -67,9 +70,9 @@ def _leaves_room(device: torch.device, nbytes: int) -> bool:
 def rotate(x: Tensor, blocks: Blocks, out_dtype: torch.dtype) -> Tensor:
     """x (M, K) @ V per block in float64, rounded to fp32, then to out_dtype."""
     out = torch.empty(x.shape, dtype=out_dtype, device=x.device)
-    block = _block(blocks)
+    turn = _turn(blocks)
     for rows in _chunks(x):
-        out[rows] = _rotated(x[rows], block)
+        out[rows] = turn(x[rows])
     return out
 
 
@@ -81,10 +84,10 @@ def rotate_quantize(
     fmt = quantizer.format
     codes = torch.empty(fmt.codes_shape(m, k), dtype=torch.uint8, device=x.device)
     scale = torch.empty(fmt.scale_shape(m, k), dtype=torch.uint8, device=x.device)
-    block = None if blocks is None else _block(blocks)
+    turn = _turn(blocks)
     tensor_scales = []
     for rows in _chunks(x):
-        z = _rotated(x[rows], block)
+        z = turn(x[rows])
         encode, tensor_scale = _encode(z, quantizer)
         tensor_scales.append(tensor_scale)
         scaled, scale[rows], _ = _scaled(z, quantizer, encode, tensor_scale)
@@ -98,10 +101,10 @@ def rotate_quantize_dequantize(
 ) -> tuple[Tensor, Tensor]:
     """x (M, K) -> e2m1 * block_scale (M, K) of out_dtype, exact, and the tensor scale (1,) or (M,)."""
     out = torch.empty(x.shape, dtype=out_dtype, device=x.device)
-    block = None if blocks is None else _block(blocks)
+    turn = _turn(blocks)
     tensor_scales = []
     for rows in _chunks(x):
-        z = _rotated(x[rows], block)
+        z = turn(x[rows])
         encode, tensor_scale = _encode(z, quantizer)
         tensor_scales.append(tensor_scale)
         scaled, _, scale = _scaled(z, quantizer, encode, tensor_scale)
@@ -189,20 +192,19 @@ def _chunks(x: Tensor) -> list[slice]:
     return [slice(start, start + step) for start in range(0, x.shape[0], step)]
 
 
-def _block(blocks: Blocks) -> Tensor:
+def _turn(blocks: Blocks | None) -> Turn:
+    """A rotation in float64: of rows (m, K) -> z, fp32 (m, K)."""
+    if blocks is None:
+        return lambda x: x.float()
+    factor = float(torch.tensor(blocks.factor, dtype=torch.float32, device="cpu"))
+    factors = factors_of(blocks.matrix) if blocks.matrix.shape[0] >= WIDE else None
+    if factors is not None:
+        factors = factors.transposed() if blocks.transpose else factors
+        return lambda x: factors.rotate(x, factor).float()
     matrix = blocks.matrix.double()
-    return (matrix.T if blocks.transpose else matrix) * torch.tensor(
-        blocks.factor, dtype=torch.float32, device="cpu"
-    ).double()
-
-
-def _rotated(x: Tensor, block: Tensor | None) -> Tensor:
-    """z, fp32 (m, K), of a chunk of rows."""
-    if block is None:
-        return x.float()
-    blocks = x.double().reshape(-1, block.shape[0])
+    block = (matrix.T if blocks.transpose else matrix) * factor
     # A sum that is zero is +0, whatever the signs of its terms.
-    return (blocks @ block).add_(0.0).float().view(x.shape)
+    return lambda x: (x.double().reshape(-1, len(block)) @ block).add_(0.0).float().view(x.shape)
 
 
 def _encode(z: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import cpu_build
+from .factors import WIDE, factors_of
 from .kept import Kept
 from .protocol import Blocks, Layer, Quantizer, Weight
 
@@ -76,12 +77,22 @@ class Native:
 
 
 def native(layer: Layer, k: int) -> Native:
-    """The struct of a layer of inputs (M, k), made at its first use."""
+    """The struct of a layer of inputs (M, k), made at its first use. It turns them, but where they are turned apart."""
     kept: Native | None = layer.kept.get("cpu_native")
     if kept is None:
-        kept = Native(k).rotating(layer.input_blocks).quantizing(layer.quantizer)
+        blocks = None if turned_apart(layer.input_blocks) else layer.input_blocks
+        kept = Native(k).rotating(blocks).quantizing(layer.quantizer)
         layer.kept["cpu_native"] = kept.multiplying(layer.weight, layer.bias)
     return kept
+
+
+def turned_apart(blocks: Blocks | None) -> bool:
+    """Whether a rotation is left to any_torch: a wide matrix that has factors, but the one the kernels know, is dense
+    for them."""
+    if blocks is None or blocks.matrix.shape[0] < WIDE:
+        return False
+    factors = factors_of(blocks.matrix)
+    return factors is not None and not factors.is_sylvester
 
 
 @dataclass(frozen=True)
@@ -109,25 +120,16 @@ _KEPT = Kept()
 
 
 def _prepare_blocks(blocks: Blocks) -> _Prepared:
-    m = blocks.matrix.detach().float().double()
-    m = (m.T if blocks.transpose else m).contiguous()
-    size = m.shape[0]
+    size = blocks.matrix.shape[0]
     factor = float(torch.tensor(blocks.factor, dtype=torch.float32, device="cpu"))
-    if size >= 16 and size & (size - 1) == 0 and bool((m.abs() == 1).all()):
-        # A matrix of this form is known by its first row and column.
-        columns, signs = m[0] * m[0, 0], m[:, 0]
-        if torch.equal(signs.view(-1, 1) * _sylvester(size) * columns, m):
-            return _Prepared((columns * factor).contiguous(), signs.float().contiguous(), size, factor)
+    factors = factors_of(blocks.matrix) if size >= 16 and size & (size - 1) == 0 else None
+    if factors is not None and factors.is_sylvester:
+        factors = factors.transposed() if blocks.transpose else factors
+        return _Prepared(factors.right * factor, factors.left.float(), size, factor)
+    m = blocks.matrix.detach().float().double()
     table = torch.zeros(size, -(-size // 8) * 8, dtype=torch.float64, device="cpu")
-    table[:, :size] = m
+    table[:, :size] = m.T if blocks.transpose else m
     return _Prepared(table, None, size, factor)
-
-
-def _sylvester(size: int) -> Tensor:
-    entries = torch.ones(1, 1, dtype=torch.float64, device="cpu")
-    while entries.shape[0] < size:
-        entries = torch.cat((torch.cat((entries, entries), 1), torch.cat((entries, -entries), 1)))
-    return entries
 
 
 @lru_cache(maxsize=256)

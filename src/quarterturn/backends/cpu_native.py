@@ -9,7 +9,8 @@ Packed weights are multiplied by packed activations: integer products of the cod
 scales in fp32, so that a row's bits do not depend on the batch, neither in the quantization nor in the product. Many
 rows go through the bf16 tiles of AMX where there are such, the weights decoded on the way; or else, unquantized (W4A16)
 or on a CPU with other bf16 instructions, through the library's product, for which slices of the weights are decoded.
-z is summed in float64 in a fixed order.
+z is summed in float64 in a fixed order; but any_torch turns by wide matrices that are products of smaller ones, which
+for these kernels would be dense: see factors.py.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from ..layouts import get_layout
 from ..tensor import FP4Tensor
 from . import any_torch
 from .compose import epilogue
-from .cpu_layer import DTYPE, Native, native
+from .cpu_layer import DTYPE, Native, native, turned_apart
 from .protocol import Blocks, Layer, Operand, Problem, Quantizer, Together, Weight
 
 NAME = "cpu_native"
@@ -61,6 +62,8 @@ def prepare(weight: FP4Tensor, mode: str) -> Tensor | None:
 
 def rotate(x: Tensor, blocks: Blocks, out_dtype: torch.dtype) -> Tensor:
     """x (M, K) @ V per block, summed in float64, rounded to fp32, then to out_dtype."""
+    if turned_apart(blocks):
+        return any_torch.rotate(x, blocks, out_dtype)
     out = torch.empty(x.shape, dtype=out_dtype)
     if x.numel():
         _quantize(x, Native(x.shape[1]).rotating(blocks), values=out)
@@ -73,6 +76,7 @@ def rotate_quantize(
     """x (M, K) -> packed codes (M, K/2), scale bytes in the layout, tensor scale (1,) or (M,)."""
     if _reproduces_qutlass_mxfp4(quantizer):
         return any_torch.rotate_quantize(x, blocks, quantizer, scale_layout)
+    x, blocks = _for_kernels(x, blocks, torch.float32)
     codes, scale, tensor_scale = _codes(x, _input_side(x, blocks, quantizer), quantizer.format)
     return codes, get_layout(scale_layout).forward(scale) if scale_layout != "linear" else scale, tensor_scale
 
@@ -83,6 +87,7 @@ def rotate_quantize_dequantize(
     """x (M, K) -> e2m1 * block_scale (M, K) of out_dtype, exact, and the tensor scale (1,) or (M,)."""
     if _reproduces_qutlass_mxfp4(quantizer):
         return any_torch.rotate_quantize_dequantize(x, blocks, quantizer, out_dtype)
+    x, blocks = _for_kernels(x, blocks, torch.float32)
     out = torch.empty(x.shape, dtype=out_dtype)
     return out, _quantize(x, _input_side(x, blocks, quantizer), values=out)
 
@@ -114,9 +119,12 @@ def operand(x: Tensor, layer: Layer) -> Operand:
     """x (M, K), rotated and quantized, in the form that its product takes."""
     weight, quantizer, blocks = layer.weight, layer.quantizer, layer.input_blocks
     (m, k), dtype = x.shape, x.dtype
+    # Quantized values are exact in every dtype, so they go straight into the one that the product wants.
+    values_dtype = any_torch.product_dtype(x, weight)
     if quantizer is not None and _reproduces_qutlass_mxfp4(quantizer):
-        values, tensor_scale = any_torch.rotate_quantize_dequantize(x, blocks, quantizer, _values_dtype(x, weight))
+        values, tensor_scale = any_torch.rotate_quantize_dequantize(x, blocks, quantizer, values_dtype)
         return Operand(values, None, tensor_scale, m, dtype)
+    x, blocks = _for_kernels(x, blocks, dtype if quantizer is None else torch.float32)
     if quantizer is not None and _own_product(m, weight, True):
         codes, scale, tensor_scale = _codes(x, native(layer, k), quantizer.format)
         return Operand(codes, scale, tensor_scale, m, dtype, CODES)
@@ -126,7 +134,7 @@ def operand(x: Tensor, layer: Layer) -> Operand:
         tiles, scale_of_tensor = _tiles(x, native(layer, k))
         return Operand(tiles, None, None if quantizer is None else scale_of_tensor, m, dtype, TILES)
     if quantizer is not None:
-        values = torch.empty(m, k, dtype=_values_dtype(x, weight))
+        values = torch.empty(m, k, dtype=values_dtype)
         return Operand(values, None, _quantize(x, native(layer, k), values=values), m, dtype)
     return Operand(x if blocks is None else rotate(x, blocks, dtype), None, None, m, dtype)
 
@@ -159,6 +167,7 @@ def together(layers: Sequence[Layer]) -> Together | None:
     k = first.weight.data.shape[1] * 2
     natives = [native(layer, k) for layer in layers]
     count, sizes = len(layers), [one.n for one in natives]
+    apart = first.input_blocks if turned_apart(first.input_blocks) else None
     addresses: type[ctypes.Array[ctypes.c_void_p]] = ctypes.c_void_p * count
     structs, qt_linear = addresses(*(one.address for one in natives)), cpu_build.library().qt_linear
 
@@ -167,11 +176,13 @@ def together(layers: Sequence[Layer]) -> Together | None:
         m, dtype = math.prod(outer), x.dtype
         if m > FEW_ROWS:
             return None
+        if apart is not None:
+            x = any_torch.rotate(x.view(m, k), apart, dtype if quantizer is None else torch.float32)
         out_dtype = torch.float32 if turned else dtype
         ys = [torch.empty(*outer, n, dtype=out_dtype) for n in sizes]
         outputs = addresses(*[y.data_ptr() for y in ys])
         failed = qt_linear(
-            structs, count, x.data_ptr(), DTYPE[dtype], k, m, outputs, DTYPE[out_dtype], torch.get_num_threads()
+            structs, count, x.data_ptr(), DTYPE[x.dtype], k, m, outputs, DTYPE[out_dtype], torch.get_num_threads()
         )
         _check(failed)
         return [_turned(y, layer, dtype) for y, layer in zip(ys, layers, strict=True)] if turned else ys
@@ -210,9 +221,11 @@ def _reproduces_qutlass_mxfp4(quantizer: Quantizer) -> bool:
     return quantizer.recipe == "qutlass" and not quantizer.format.has_tensor_scale
 
 
-def _values_dtype(x: Tensor, weight: Weight) -> torch.dtype:
-    """Quantized values are exact in every dtype, so they go straight into the one that the product wants."""
-    return any_torch.product_dtype(x, weight)
+def _for_kernels(x: Tensor, blocks: Blocks | None, dtype: torch.dtype) -> tuple[Tensor, Blocks | None]:
+    """Turned already, in dtype, where that is done apart from the kernels."""
+    if blocks is None or not turned_apart(blocks):
+        return x, blocks
+    return any_torch.rotate(x, blocks, dtype), None
 
 
 def _input_side(x: Tensor, blocks: Blocks | None, quantizer: Quantizer) -> Native:
