@@ -276,3 +276,10 @@ def test_zeros_and_scales_that_underflow(name: str, backend: str) -> None:
     values, _ = ops.rotate_quantize_dequantize(x, backend=backend, **options(name))
     assert not values[0, :size].any()
     assert not torch.isnan(values).any()
+
+
+@pytest.mark.parametrize("backend", ["any_torch", "cpu_native"])
+@pytest.mark.parametrize("size", [16, 24])
+def test_a_matrix_of_any_dtype_is_rounded_to_fp32(backend: str, size: int) -> None:
+    matrix, x = torch.rand(size, size, dtype=torch.float64), torch.randn(4, 48)
+    assert torch.equal(ops.rotate(x, matrix, backend=backend), ops.rotate(x, matrix.float(), backend=backend))

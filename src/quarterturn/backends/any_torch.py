@@ -201,7 +201,7 @@ def _turn(blocks: Blocks | None) -> Turn:
     if factors is not None:
         factors = factors.transposed() if blocks.transpose else factors
         return lambda x: factors.rotate(x, factor).float()
-    matrix = blocks.matrix.double()
+    matrix = blocks.matrix.float().double()  # rounded to fp32, once
     block = (matrix.T if blocks.transpose else matrix) * factor
     # A sum that is zero is +0, whatever the signs of its terms.
     return lambda x: (x.double().reshape(-1, len(block)) @ block).add_(0.0).float().view(x.shape)
