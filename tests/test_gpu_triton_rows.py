@@ -96,7 +96,9 @@ def assert_forms_agree(x: torch.Tensor, turn, how: dict) -> None:
 
 
 @grid(
-    small=lambda turn, how, dtype: turn in ("none", "signed 64") and dtype == torch.bfloat16,
+    small=lambda turn, how, dtype: (
+        dtype == torch.bfloat16 and (turn == "none" or (turn == "signed 64" and how in (*USUAL, MANNERS[1])))
+    ),
     keep=lambda turn, how, dtype: (
         (dtype == torch.bfloat16 and how in USUAL)
         or (dtype == torch.bfloat16 and turn in ("none", "signed 64"))
@@ -107,17 +109,19 @@ def assert_forms_agree(x: torch.Tensor, turn, how: dict) -> None:
     dtype=DTYPES,
 )
 def test_layouts_and_values_agree_with_the_codes(turn: str, how, dtype, poisoned) -> None:
-    for m in (1, 33) if INTERPRETED else (1, 127, 129, 385):
+    for m in (33,) if INTERPRETED else (1, 127, 129, 385):
         x = torch.randn(m, width(turn)) * torch.logspace(-2, 1, m)[:, None]
         assert_forms_agree(x.to(dtype), turn_of(turn), manner(*how))
 
 
 @grid(
-    small=lambda name, m: m in (0, 1, 127, 129), name=FORMATS, m=[0, 1, 7, 31, 33, 127, 128, 129, 255, 257, 385, 1025]
+    small=lambda name, m: m in (0, 1) or (name, m) in (("mxfp4", 127), ("nvfp4", 129)),
+    name=FORMATS,
+    m=[0, 1, 7, 31, 33, 127, 128, 129, 255, 257, 385, 1025],
 )
 def test_padding_of_blocked_scales_is_zero(name: str, m: int, poisoned) -> None:
     """K / group not a multiple of 4, and every leading shape; NaN groups at the edge too."""
-    for k in (96, 160) if INTERPRETED else (32, 96, 160, 416, 928):
+    for k in (160,) if INTERPRETED else (32, 96, 160, 416, 928):
         x = torch.randn(m, k)
         x[-1:, -1:] = torch.nan
         assert_forms_agree(x, NO_TURN, manner(name))
@@ -136,7 +140,9 @@ def test_values_hold_the_smallest_and_largest_scales(dtype) -> None:
 
 
 @grid(
-    small=lambda turn, dtype, name: (turn, dtype) in (("signed 64", torch.bfloat16), ("dense 32", torch.float32)),
+    small=lambda turn, dtype, name: (
+        (turn, dtype) == ("signed 64", torch.bfloat16) or (turn, dtype, name) == ("dense 32", torch.float32, "nvfp4")
+    ),
     turn=TURNS,
     dtype=DTYPES,
     name=FORMATS,
@@ -146,14 +152,14 @@ def test_a_row_has_its_bits_in_every_batch(turn: str, dtype, name: str) -> None:
     x = torch.randn(130 if INTERPRETED else 1100, width(turn), device=DEVICE).to(dtype)
     side = turn_of(turn)
     whole = run(ops.rotate_quantize, x, *side, **manner(name))
-    for m in (1, 16, 17, 65, 129) if INTERPRETED else range(1, 1101, 1 if turn == "signed 64" else 37):
+    for m in (1, 16, 17, 65) if INTERPRETED else range(1, 1101, 1 if turn == "signed 64" else 37):
         got = run(ops.rotate_quantize, x[:m], *side, **manner(name))
         assert torch.equal(got[0], whole[0][:m]), f"codes of {m} rows"
         assert torch.equal(got[1].view(torch.uint8), whole[1].view(torch.uint8)[:m]), f"scales of {m} rows"
-    for first in (1, 64, 77, 129):
-        for how in (manner(name, "token"), manner(name)):
+    for how in (manner(name, "token"), manner(name)):
+        batch = run(ops.rotate_quantize, x, *side, **how)
+        for first in (1, 64, 77, 129):
             alone = run(ops.rotate_quantize, x[first : first + 1], *side, **how)
-            batch = run(ops.rotate_quantize, x, *side, **how)
             rows = slice(first, first + 1)
             scale = batch[2][rows] if batch[2].numel() > 1 else batch[2]
             same(here(alone), here((batch[0][rows], batch[1][rows], scale)), f"row {first} alone")
@@ -228,7 +234,7 @@ def strided(rows: int, k: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
 )
 def test_strided_input_equals_contiguous(turn: str, dtype, name: str) -> None:
     side = turn_of(turn)
-    for what, x in strided(33 if INTERPRETED else 133, width(turn), dtype).items():
+    for what, x in strided(17 if INTERPRETED else 133, width(turn), dtype).items():
         dense, kept = x.contiguous().clone(), x.clone()
         for op in (ops.rotate_quantize, ops.rotate_quantize_dequantize):
             how = manner(name) | ({"out_dtype": torch.float32} if op is ops.rotate_quantize_dequantize else {})
