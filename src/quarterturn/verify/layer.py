@@ -213,7 +213,7 @@ def _hypotheses(side: str, transform: Transform | None, width: int, others: Name
             v, w = v.T, w.T
         found = [
             _Hypothesis(OK, f"{side}: as declared", w),
-            _Hypothesis(NEVER, f"{side}: never applied", torch.eye(len(w), dtype=w.dtype)),
+            _Hypothesis(NEVER, f"{side}: never applied", torch.eye(len(w), dtype=w.dtype, device=w.device)),
             _Hypothesis(TWICE, f"{side}: applied twice", w @ w),
             _Hypothesis(REVERSED, f"{side}: transposed", w.T),
             _Hypothesis(REVERSED, f"{side}: not inverted", v),
