@@ -38,6 +38,7 @@ DIFFERENT = "another weight"
 CANNOT_TELL = "cannot tell"
 SCALED = "wrong factor"
 ROWS = "wrong rows"
+BIAS = "bias on one side only"
 
 # In units of the yardstick: a hypothesis fits below the first, and is ruled out above the second (but never above 0.8).
 _FITS, _RULED_OUT = 2.5, 5.0
