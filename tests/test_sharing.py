@@ -407,4 +407,4 @@ def test_whole_models_are_tied(kind: str, tmp_path, operands: list[int]) -> None
 
 
 def test_the_portable_backend_has_no_call_for_several() -> None:
-    assert compose.together(any_torch, (Attention().q._plan.layer,)) is None  # type: ignore[union-attr, arg-type]
+    assert compose.together(any_torch, (Attention().q.current_plan(torch.float32).layer,)) is None  # type: ignore[union-attr, arg-type]
