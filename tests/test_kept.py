@@ -7,11 +7,12 @@ import gc
 import io
 import weakref
 
+import numpy as np
 import pytest
 import torch
 
-from quarterturn import hadamard, ops
-from quarterturn.backends.kept import Kept
+from quarterturn import FP4Linear, hadamard, ops, random_hadamard
+from quarterturn.backends.kept import COMPARED, Kept
 
 
 def test_it_is_kept_for_the_object_and_its_version() -> None:
@@ -57,3 +58,50 @@ def test_a_matrix_that_is_written_to_is_read_again(backend: str) -> None:
     copied = copy.deepcopy(matrix)
     copied.copy_(torch.eye(16))
     assert torch.equal(ops.rotate(x, copied, backend=backend), x)
+
+
+WRITES = {
+    "in place": lambda m: m.mul_(2),
+    "data in place": lambda m: m.data.mul_(2),
+    "numpy": lambda m: np.multiply(m.numpy(), 2, out=m.numpy()),
+    "a view": lambda m: m.view(-1)[3:].mul_(2),
+}
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=list(WRITES))
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("size", [16, 64, 128])
+@pytest.mark.parametrize("backend", ["cpu_native", "any_torch"])
+def test_whoever_writes_to_a_matrix_it_is_read_again(backend: str, size: int, inference: bool, write) -> None:
+    """128 is the largest size whose bytes are compared, a Hadamard the form that is kept as signs."""
+    for make in (torch.eye, lambda n: hadamard(n).matrix.float()):
+        with torch.inference_mode(inference):
+            matrix, x = make(size).clone(), torch.randn(2, size)
+            ops.rotate(x, matrix, backend=backend)
+            write(matrix)
+            want = ops.rotate(x, matrix.clone(), backend=backend)
+            assert torch.equal(ops.rotate(x, matrix, backend=backend), want)
+            strided = torch.stack((matrix, matrix), -1)[..., 0]
+            ops.rotate(x, strided, backend=backend)
+            strided.data.mul_(3)
+            assert torch.equal(ops.rotate(x, strided, backend=backend), ops.rotate(x, strided.clone(), backend=backend))
+
+
+def test_of_large_tensors_without_a_version_nothing_is_kept() -> None:
+    kept = Kept()
+    large, small = torch.ones(COMPARED // 4 + 1), torch.ones(COMPARED // 4)
+    for tensor in (large, small):
+        kept.of(tensor)["x"] = 1
+        assert kept.of(tensor) == {"x": 1}
+    with torch.inference_mode():
+        large, small = large.clone(), small.clone()
+    for tensor, want in ((large, {}), (small, {"x": 1})):
+        kept.of(tensor)["x"] = 1
+        assert kept.of(tensor) == want
+
+
+def test_layers_made_in_inference_mode_keep_their_form() -> None:
+    with torch.inference_mode():
+        layer = FP4Linear(256, 64, format="nvfp4", input_transform=random_hadamard(256), device="cpu").refresh()
+        assert layer.input_matrix is not None
+        assert not layer.input_matrix.is_inference()

@@ -7,12 +7,15 @@ import gc
 import io
 import pickle
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
 
 from comparing import assert_same_bits
-from quarterturn import FP4Linear, hadamard, random_hadamard
+from quarterturn import FP4Linear, FP4Tensor, hadamard, random_hadamard
+from quarterturn.backends import BACKENDS
+from quarterturn.plan import LayerPlan
 from test_linear import integers, make
 from test_ops import every_backend
 
@@ -212,3 +215,80 @@ def test_compiled_by_inductor_equals_eager() -> None:
     x = torch.randn(5, 96)
     with torch.no_grad():
         assert_same_bits(compiled(x), net(x))
+
+
+@every_backend
+@pytest.mark.parametrize("weights", ["packed", "decoded"])
+def test_another_dtype_decodes_nothing_and_moves_nothing(
+    weights: str, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a captured graph reads stays where it is, and what was made of the weights is not made again."""
+    layer, t = make("nvfp4", weights=weights, backend=backend, input_transform=random_hadamard(16)), torch.bfloat16
+    fresh, x = copy.deepcopy(layer), integers(3, 96)
+    want = {torch.float32: fresh(x), t: copy.deepcopy(layer)(x.to(t))}
+    layer(x)
+    derived = {name: getattr(layer, name) for name in ("tensor_scale", "values", "input_matrix")}
+    made = layer.current_plan(torch.float32).layer
+    decoded: list[int] = []
+    module = next(b for b in BACKENDS if backend == b.NAME)
+    prepare = module.prepare
+    monkeypatch.setattr(module, "prepare", lambda *arguments: decoded.append(1) or prepare(*arguments))
+    for dtype in (t, torch.float32, t):
+        assert_same_bits(layer(x.to(dtype)), want[dtype])
+        assert layer.current_plan(dtype).layer is made
+    assert not decoded
+    assert all(getattr(layer, name) is tensor for name, tensor in derived.items())
+    layer.codes.bitwise_xor_(8)
+    got = layer(x.to(t))
+    assert len(decoded) == 1
+    assert_same_bits(got, twin(layer, weights=weights, backend=backend)(x.to(t)), "after a write")
+
+
+@every_backend
+@every_weights
+def test_new_weights_come_into_the_old_memory(weights: str, backend: str) -> None:
+    options = {"input_transform": random_hadamard(16), "weights": weights, "backend": backend}
+    for inference in (False, True):
+        with torch.inference_mode(inference):
+            layer, other = make("nvfp4", **options), make("nvfp4", std=3.0, **options)
+        names = [name for name in ("tensor_scale", "values", "input_matrix") if getattr(layer, name) is not None]
+        before = {name: (getattr(layer, name), getattr(layer, name).data_ptr()) for name in names}
+        with torch.inference_mode(inference):
+            layer.load_state_dict(other.state_dict())
+        for name, (tensor, place) in before.items():
+            assert getattr(layer, name) is tensor, name
+            assert tensor.data_ptr() == place, name
+            assert_same_bits(tensor, getattr(other, name), name)
+
+
+def test_no_thread_sees_a_new_stamp_with_an_old_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second thread, here the call in the middle of a plan's making, must not run the plan of the old weights."""
+    layer, other, x = make("nvfp4", weights="decoded"), make("nvfp4", std=3.0, weights="decoded"), integers(3, 96)
+    layer(x)
+    seen = []
+    original = LayerPlan.__init__
+
+    def interrupted(self, *arguments) -> None:
+        seen.append(layer.current_plan(torch.float32))
+        original(self, *arguments)
+
+    monkeypatch.setattr(LayerPlan, "__init__", interrupted)
+    layer.codes.copy_(other.codes)
+    layer(x)
+    assert seen == [None]
+
+
+def test_a_change_while_it_is_read_is_seen_by_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, other, x = make("nvfp4", weights="decoded"), make("nvfp4", std=3.0, weights="decoded"), integers(3, 96)
+    weight_tensor = FP4Linear.weight_tensor
+
+    def overtaken(self) -> FP4Tensor:
+        weight = weight_tensor(self)
+        read = replace(weight, codes=weight.codes.clone())
+        self.codes.copy_(other.codes)
+        return read
+
+    with monkeypatch.context() as patched:
+        patched.setattr(FP4Linear, "weight_tensor", overtaken)
+        layer.refresh(torch.float32)
+    assert_same_bits(layer(x), copy.deepcopy(layer)(x))

@@ -7,11 +7,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import quarterturn
 from comparing import HERE, assert_refused, assert_same_bits
-from quarterturn import MXFP4, NVFP4, FP4Linear, ops
+from quarterturn import MXFP4, NVFP4, FP4Linear, FP4Tensor, eager, ops
 from test_ops_matmul import activations, weight
 
 every_backend = pytest.mark.parametrize("backend", HERE)
@@ -183,6 +185,26 @@ REFUSALS: dict[str, tuple[Callable[[], object], list[str]]] = {
         lambda: ops.unswizzle_scales(torch.zeros(512, dtype=torch.uint8), 129, 4),
         ["512", "129"],
     ),
+    "no matrix to turn by": (lambda: ops.rotate(X, None), ["rotate", "matrix", "None"]),
+    "a list as matrix": (lambda: ops.rotate(X, [[1.0]]), ["rotate", "matrix", "list"]),
+    "a list as matrix of a quantizer": (lambda: ops.rotate_quantize(X, [[1.0]], **NV), ["rotate_quantize", "list"]),
+    "a list as x": (lambda: ops.rotate([1.0], M), ["rotate", "x", "list"]),
+    "no x": (lambda: ops.rotate_quantize_dequantize(None, **NV), ["rotate_quantize_dequantize", "x", "None"]),
+    "a factor in words": (lambda: ops.rotate(X, M, "2"), ["rotate", "factor", "'2'"]),
+    "a factor that is a tensor": (lambda: ops.rotate(X, M, torch.ones(())), ["rotate", "factor", "Tensor"]),
+    "a direction in words": (lambda: ops.rotate_quantize(X, M, 1.0, "no", **NV), ["rotate_quantize", "transpose"]),
+    "a backend that is no name": (lambda: ops.rotate(X, M, backend=None), ["rotate", "backend", "None"]),
+    "an encode scale in a list": (lambda: ops.rotate_quantize(X, format=NVFP4, encode_scale=[1.0]), ["encode_scale"]),
+    "a format that is no name": (lambda: ops.rotate_quantize(X, format=["nvfp4"]), ["format", "nvfp4"]),
+    "a layout that is no name": (lambda: ops.rotate_quantize(X, scale_layout=[], **NV), ["scale layout"]),
+    "a rule that is no name": (lambda: ops.rotate_quantize(X, format=MXFP4, rule=[]), ["rotate_quantize", "rule"]),
+    "an out_dtype in words": (lambda: ops.rotate(X, M, out_dtype="float32"), ["rotate", "out_dtype"]),
+    "a weight of values": (lambda: ops.fp4_matmul(X, weight=X), ["fp4_matmul", "weight", "FP4Tensor"]),
+    "a bias in a list": (lambda: ops.fp4_matmul(X, weight=W, bias=[0.0] * 8), ["fp4_matmul", "bias", "list"]),
+    "a tensor scale as a number": (lambda: ops.fp4_matmul(X, 1.0, weight=W), ["fp4_matmul", "x_tensor_scale", "float"]),
+    "a list as x of a product": (lambda: ops.fp4_matmul([1.0], weight=W), ["fp4_matmul", "x", "list"]),
+    "scales in a list": (lambda: ops.swizzle_scales([1]), ["swizzle_scales", "scales", "list"]),
+    "a buffer that is a list": (lambda: ops.unswizzle_scales([1], 1, 1), ["unswizzle_scales", "stored", "list"]),
 }  # fmt: skip
 
 
@@ -222,6 +244,18 @@ def test_a_layer_under_gradients_is_refused() -> None:
     assert_refused(lambda: layer("nvfp4", "fp4")(x), "grad")
 
 
+@pytest.mark.parametrize("name", ["bias", "input_encode_scale", "tensor_scale", "input_matrix"])
+def test_a_layer_whose_parts_ask_for_gradients_is_refused(name: str) -> None:
+    made, x = layer("nvfp4", "fp4", input_transform=quarterturn.random_hadamard(16)), torch.randn(4, 64)
+    made(x)
+    getattr(made, name).requires_grad_()
+    assert_refused(lambda: made(x), "fp4_linear", "grad", "no_grad")
+    with torch.no_grad():
+        want = made(x)
+    getattr(made, name).requires_grad_(False)
+    assert_same_bits(made(x), want)
+
+
 def test_an_explicit_backend_is_never_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     """A backend with a reason against this machine refuses by name, with its reasons; automatic choice goes past it."""
     from quarterturn.backends import BACKENDS, op_backend
@@ -235,3 +269,58 @@ def test_an_explicit_backend_is_never_replaced(monkeypatch: pytest.MonkeyPatch) 
         assert op_backend("rotate", torch.device("cpu"), "auto").NAME == "any_torch"
     finally:
         op_backend.cache_clear()
+
+
+class Named(TorchFunctionMode):
+    """Notes the functions that a torch function mode is asked about."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@every_backend
+def test_who_looks_on_sees_the_operators(backend: str) -> None:
+    made = layer("nvfp4", "fp4", backend=backend)
+    want = [ops.rotate(X, M, backend=backend), ops.fp4_matmul(X, weight=W, backend=backend), made(X)]
+    with Named() as named:
+        got = [ops.rotate(X, M, backend=backend), ops.fp4_matmul(X, weight=W, backend=backend), made(X)]
+    for a, b in zip(got, want, strict=True):
+        assert_same_bits(a, b)
+    for name in ("rotate", "fp4_matmul", "fp4_linear"):
+        assert any(f"quarterturn.{name}" in seen for seen in named.names), named.names
+
+
+@every_backend
+def test_a_fake_tensor_anywhere_goes_to_the_fakes(backend: str) -> None:
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    codes, scale = mode.from_tensor(W.codes), mode.from_tensor(W.block_scale)
+    fake = FP4Tensor(codes, scale, mode.from_tensor(W.tensor_scale), None, NVFP4, W.output_sizes)
+    for got, shape in (
+        (ops.rotate(X, mode.from_tensor(M), backend=backend), (4, 64)),
+        (ops.rotate_quantize(X, mode.from_tensor(M), backend=backend, **NV)[0], (4, 32)),
+        (ops.fp4_matmul(X, weight=fake, backend=backend), (4, 8)),
+        (ops.fp4_matmul(X, weight=W, bias=mode.from_tensor(torch.ones(8)), backend=backend), (4, 8)),
+    ):
+        assert isinstance(got, FakeTensor)
+        assert tuple(got.shape) == shape
+    made = layer("nvfp4", "fp4", backend=backend)
+    assert isinstance(made(mode.from_tensor(X)), FakeTensor)
+    for name, buffer in list(made._buffers.items()):
+        made._buffers[name] = None if buffer is None else mode.from_tensor(buffer)
+    made.bias = torch.nn.Parameter(mode.from_tensor(made.bias.detach()), False)
+    for x in (X, mode.from_tensor(X)):
+        assert isinstance(made(x), FakeTensor)
+
+
+def test_a_private_name_that_torch_lacks_means_seen() -> None:
+    assert not eager.seen_by_torch(X, M, 1.0, False, None, [1], torch.float32, "auto")
+    for name in ("_no_such_name", "_functorch.no_such_name", "_no_such.name"):
+        answer = eager._question(name)()
+        assert answer
+        assert answer is not None
+        assert answer > 0

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -158,8 +159,10 @@ def test_an_input_is_quantized_once(rows: int, backend: str, operands: list[int]
         lambda x: x.resize_(x.shape[0] - 1, K) if x.shape[0] > 1 else x,
         lambda x: setattr(x, "data", x.data * 3),
         lambda x: x.set_(torch.ones_like(x)),
+        lambda x: x.data.mul_(2),
+        lambda x: np.multiply(x.numpy(), 2, out=x.numpy()),
     ],
-    ids=["mul", "one number", "through a view", "copy", "resize", "data", "set"],
+    ids=["mul", "one number", "through a view", "copy", "resize", "data", "set", "data in place", "numpy"],
 )
 def test_a_change_of_x_between_siblings(between, rows: int, mode: Mode) -> None:
     together, alone = tied()
@@ -404,4 +407,4 @@ def test_whole_models_are_tied(kind: str, tmp_path, operands: list[int]) -> None
 
 
 def test_the_portable_backend_has_no_call_for_several() -> None:
-    assert compose.together(any_torch, (Attention().q._plan.layer,)) is None  # type: ignore[union-attr, arg-type]
+    assert compose.together(any_torch, (Attention().q.current_plan(torch.float32).layer,)) is None  # type: ignore[union-attr, arg-type]

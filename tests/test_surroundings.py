@@ -11,6 +11,7 @@ import torch
 
 from comparing import assert_same_bits
 from quarterturn import MXFP4, NVFP4, FP4Linear, hadamard, matrix, ops, random_hadamard
+from quarterturn.backends import BACKENDS, Blocks
 from test_linear import integers, make
 from test_ops import every_backend
 from test_ops_matmul import weight
@@ -163,3 +164,53 @@ def test_two_threads_at_once(backend: str) -> None:
     for worker in workers:
         worker.join()
     assert not wrong
+
+
+@contextlib.contextmanager
+def default_device(name: str) -> Iterator[None]:
+    torch.set_default_device(name)
+    try:
+        yield
+    finally:
+        torch.set_default_device(None)
+
+
+@every_backend
+@pytest.mark.parametrize("rows", [3, 150])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_another_default_device_does_not_matter(dtype, rows: int, backend: str) -> None:
+    """What is made on the way lies where x lies, through the operators and beside them."""
+    x, m, encode = torch.randn(rows, 128).to(dtype), torch.randn(64, 64) / 8, torch.tensor([100.0])
+    w, mx = weight("nvfp4", 32, 128, (0.3,)), weight("mxfp4", 32, 128)
+    signs = random_hadamard(32).matrix.float()
+    layers = [
+        make(name, activations, k=128, input_transform=t, output_transform=hadamard(16), backend=backend, weights=kept)
+        for name in ("nvfp4", "mxfp4")
+        for activations in ("fp4", "bf16")
+        for kept in ("packed", "decoded")
+        for t in (None, random_hadamard(32))
+    ]
+    module = next(b for b in BACKENDS if backend == b.NAME)
+
+    def run() -> list[torch.Tensor]:
+        made = [ops.rotate(x, m, backend=backend), module.rotate(x, Blocks(m, 1.0, False), torch.float32)]
+        made += ops.rotate_quantize(x, signs, format=NVFP4, encode_scale=encode, backend=backend)
+        made += ops.rotate_quantize(x, m, format=NVFP4, encode_scale=100.0, scale_layout="blocked", backend=backend)
+        made += ops.rotate_quantize(x, m, format=NVFP4, recipe="token", backend=backend)
+        made += ops.rotate_quantize(x, format=MXFP4, recipe="qutlass", backend=backend)
+        made += ops.rotate_quantize_dequantize(x, m, format=MXFP4, backend=backend, out_dtype=torch.float32)
+        made += [ops.fp4_matmul(x, weight=some, backend=backend) for some in (w, mx)]
+        codes, scale, one = ops.rotate_quantize(x, format=NVFP4, encode_scale=encode, backend=backend)
+        made.append(ops.fp4_matmul(codes, one, weight=w, x_block_scale=scale, backend=backend))
+        made.append(ops.unswizzle_scales(ops.swizzle_scales(scale), *scale.shape))
+        for layer in layers:
+            plan = layer.refresh(dtype).current_plan(dtype)
+            assert plan is not None
+            made += [layer(x), plan.run(x)]
+        return made
+
+    want = run()
+    with default_device("meta"):
+        got = run()
+    for a, b in zip(got, want, strict=True):
+        assert_same_bits(a, b)

@@ -14,7 +14,7 @@ from altered import altered
 from quarterturn import MXFP4, NVFP4, Transform, quantize, random_hadamard
 from quarterturn.cli import main
 from quarterturn.quantize.rtn import encode_scale, round_to_nearest
-from quarterturn.verify import OK, ROWS, SCALED, LayerVerdict, check_layer, verify
+from quarterturn.verify import BIAS, OK, ROWS, SCALED, LayerVerdict, check_layer, verify
 from tiny_models import tiny_model
 
 GENERATOR = torch.Generator().manual_seed(5)
@@ -126,3 +126,64 @@ def test_a_checkpoint_with_a_wrong_scale_and_wrong_rows(tmp_path: Path, capsys: 
     layers = {v["layer"]: v for v in json.loads(capsys.readouterr().out)["layers"]}
     assert layers[scaled]["factor"] == pytest.approx(1.15, abs=0.03)
     assert layers[rows]["rows"] == [4, 60]
+
+
+@pytest.fixture(scope="module", params=["qwen2", "tied"])
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`original`, and `made` of it: one with biases, one whose head is its embedding."""
+    folder = tmp_path_factory.mktemp(request.param)
+    model = tiny_model(request.param, dtype=torch.bfloat16)
+    model.save_pretrained(folder / "original")
+    quantize(model, "mxfp4", "hadamard:32", output=folder / "made", progress=False)
+    return folder
+
+
+def drop(*names: str) -> Any:
+    return lambda config, tensors: [tensors.pop(name) for name in names]
+
+
+def test_nothing_is_missing_where_nothing_is(pair: Path, tmp_path: Path) -> None:
+    found = verify(pair / "made", pair / "original")
+    assert (found.ok, found.missing, found.added) == (True, [], [])
+
+    def untie(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        tensors["lm_head.weight"] = tensors.get("lm_head.weight", tensors["model.embed_tokens.weight"]).clone()
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(16)
+
+    untied = altered(pair / "original", tmp_path / "untied", untie)
+    assert verify(pair / "made", untied).ok
+    made = altered(pair / "made", tmp_path / "made", untie)
+    assert verify(made, pair / "original").ok
+
+
+def test_missing_and_strange_tensors_are_named(pair: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    gone, one = ["model.layers.0.input_layernorm.weight", "model.embed_tokens.weight"], "model.norm.weight"
+    made = altered(pair / "made", tmp_path / "made", drop(*gone))
+    original = altered(pair / "original", tmp_path / "original", drop(one))
+    found = verify(made, original)
+    assert all(layer.ok for layer in found.layers)
+    assert (found.ok, sorted(found.missing), found.added) == (False, sorted(gone), [one])
+    with pytest.raises(SystemExit) as left:
+        main(["verify", str(made), "--against", str(original)])
+    assert left.value.code == 1
+    printed = capsys.readouterr().out
+    assert "2 tensors of the original are missing" in printed
+    assert "1 tensors are not in the original" in printed
+    assert all(name in printed for name in (*gone, one))
+
+
+def test_a_bias_on_one_side_is_a_finding(tmp_path: Path) -> None:
+    model, name = tiny_model("qwen2", dtype=torch.bfloat16), "model.layers.1.self_attn.k_proj"
+    model.save_pretrained(tmp_path / "original")
+    quantize(model, "mxfp4", output=tmp_path / "made", progress=False)
+    without = altered(tmp_path / "made", tmp_path / "without", drop(f"{name}.bias"))
+    lacking = altered(tmp_path / "original", tmp_path / "lacking", drop(f"{name}.bias"))
+    for made, original, words in (
+        (without, tmp_path / "original", "the checkpoint has no bias"),
+        (tmp_path / "made", lacking, "the original has none"),
+    ):
+        found = verify(made, original)
+        assert [(v.layer, v.verdict) for v in found.layers if not v.ok] == [(name, BIAS)]
+        assert words in next(v.detail for v in found.layers if not v.ok)
+        assert (found.ok, found.missing, found.added) == (False, [], [])
+    assert verify(without, lacking).ok

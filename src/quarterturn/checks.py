@@ -6,14 +6,66 @@
 from __future__ import annotations
 
 import math
+from numbers import Real
 
 import torch
 from torch import Tensor
 
-from .errors import refusal
+from .errors import Refusal, refusal
 from .formats import E8M0_RULES, RECIPES, FP4Format
+from .tensor import FP4Tensor
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def tensor(op: str, name: str, value: object) -> None:
+    if not isinstance(value, Tensor):
+        raise _kind(op, name, "a tensor", value)
+
+
+def turn(
+    op: str, x: object, matrix: object, factor: object, transpose: object, backend: object, needed: bool = False
+) -> None:
+    """The kinds of the arguments that an op takes without looking: what PyTorch's dispatcher checks by the schema."""
+    if (
+        isinstance(x, Tensor)
+        and (isinstance(matrix, Tensor) or (matrix is None and not needed))
+        and isinstance(factor, (float, int))
+        and isinstance(transpose, bool)
+        and isinstance(backend, str)
+    ):
+        return
+    tensor(op, "x", x)
+    if matrix is not None or needed:
+        tensor(op, "matrix", matrix)
+    for name, value, kind in (("factor", factor, float), ("transpose", transpose, bool), ("backend", backend, str)):
+        if not isinstance(value, Real if kind is float else kind):
+            raise _kind(op, name, _KINDS[kind], value)
+
+
+def product(op: str, x: object, x_scale: object, weight: object, block_scale: object, bias: object, b: object) -> None:
+    """The kinds of the arguments of a product, likewise."""
+    tensor(op, "x", x)
+    if not isinstance(weight, FP4Tensor):
+        raise _kind(op, "weight", "an FP4Tensor", weight)
+    for name, value in (("x_tensor_scale", x_scale), ("x_block_scale", block_scale), ("bias", bias)):
+        if value is not None:
+            tensor(op, name, value)
+    if not isinstance(b, str):
+        raise _kind(op, "backend", _KINDS[str], b)
+
+
+_KINDS = {float: "a number", bool: "True or False", str: "a name"}
+
+
+def _kind(op: str, name: str, needed: str, value: object) -> Refusal:
+    found = "None" if value is None else f"{value!r}, a {type(value).__name__}" if isinstance(value, str) else ""
+    return refusal(
+        op,
+        f"{name} is no such thing.",
+        needs=[(f"{name}: {needed}", found or f"a {type(value).__name__}")],
+        do=f"pass {needed}",
+    )
 
 
 def x(op: str, x: Tensor, *others: Tensor | None) -> None:
@@ -198,6 +250,8 @@ def x_tensor_scale(op: str, scale: Tensor | None, rows: int) -> None:
 
 def encode_scale(value: float) -> None:
     """An encode scale given as a number; a tensor's value is not looked at, since that would wait for the device."""
+    if not isinstance(value, Real):
+        raise _kind("encode_scale", "encode_scale", "a number or a tensor", value)
     if not (math.isfinite(value) and value > 0):
         raise refusal(
             "encode_scale",

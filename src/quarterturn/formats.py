@@ -70,7 +70,7 @@ def get_format(name: str | FP4Format) -> FP4Format:
     """The format of that name. Raises Refusal for any other name."""
     if isinstance(name, FP4Format):
         return name
-    if name not in FORMATS:
+    if not isinstance(name, str) or name not in FORMATS:
         raise refusal(
             "format",
             f"there is no 4-bit format '{name}'.",

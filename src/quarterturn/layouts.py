@@ -99,7 +99,7 @@ LAYOUTS: dict[str, ScaleLayout] = {layout.name: layout for layout in (LINEAR, BL
 
 def get_layout(name: str) -> ScaleLayout:
     """The scale layout of that name, 'linear' or 'blocked'. Raises Refusal for any other name."""
-    if name not in LAYOUTS:
+    if not isinstance(name, str) or name not in LAYOUTS:
         raise refusal(
             "scale layout",
             f"there is no layout '{name}'.",

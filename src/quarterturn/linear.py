@@ -1,4 +1,4 @@
-"""FP4Linear: buffers, and one op call in forward.
+"""FP4Linear: buffers, and how it runs by what it has decided (plan.py), or by one op call where torch looks on.
 
 y = (x V) W'^T * scales + b', turned by U where there is an output transform. The buffers are what a checkpoint holds
 (codes, block scales, encode scales) and what is derived from them (tensor scales, transform matrices in fp32, decoded
@@ -20,7 +20,7 @@ from .backends import Blocks, Layer, Problem, Quantizer, Selection, Weight, get_
 from .eager import seen_by_torch
 from .errors import refusal
 from .formats import E8M0_RULES, RECIPES, FP4Format, get_format
-from .plan import LayerPlan, Stamp
+from .plan import Decided, LayerPlan, Stamp, in_place_of
 from .sharing import Siblings
 from .tensor import FP4Tensor
 from .transforms import Transform
@@ -110,9 +110,7 @@ class FP4Linear(nn.Module):
         self.register_parameter("bias", empty_bias)
         for derived in ("tensor_scale", "values", "input_matrix", "output_matrix"):
             self.register_buffer(derived, None, persistent=False)
-        self._selection: Selection | None = None
-        self._stamp: Stamp | None = None
-        self._plan: LayerPlan | None = None
+        self._decided: Decided | None = None
         self.siblings: Siblings | None = None
         self.register_load_state_dict_post_hook(_refresh)
 
@@ -127,15 +125,8 @@ class FP4Linear(nn.Module):
     ) -> FP4Linear:
         """A layer that holds this weight (not a copy), bias (N,) and input encode scale; options as in __init__."""
         n, k = weight.shape
-        layer = cls(
-            k,
-            n,
-            format=weight.format,
-            bias=bias is not None,
-            output_sizes=weight.output_sizes,
-            device="meta",
-            **options,
-        )
+        ranges = weight.output_sizes
+        layer = cls(k, n, format=weight.format, bias=bias is not None, output_sizes=ranges, device="meta", **options)
         layer.codes, layer.block_scale = weight.codes, weight.linear_block_scale()
         if layer.encode_scale is not None:
             stored = weight.encode_scale
@@ -165,7 +156,7 @@ class FP4Linear(nn.Module):
             return torch.ops.quarterturn.fp4_linear(x, *self._operands())
         plan = self.current_plan(x.dtype)
         if plan is None:
-            plan = self.refresh(x.dtype)._plan
+            plan = self._decide(x.dtype)
         if plan is None or seen_by_torch(x):
             return torch.ops.quarterturn.fp4_linear(x, *self._operands())
         plan.check(x)
@@ -173,13 +164,15 @@ class FP4Linear(nn.Module):
 
     def current_plan(self, dtype: torch.dtype) -> LayerPlan | None:
         """How inputs of a dtype are run; None where that is to be made (again) by `refresh`."""
-        stamp = self._stamp
-        return self._plan if stamp is not None and stamp.holds(self, self._choices(), dtype) else None
+        found = self._decided
+        if found is None or found.dtype is not dtype or not found.holds(self, self._choices()):
+            return None
+        return found.plan
 
     def _choices(self) -> tuple[str, ...]:
         return self.activations, self.requested_backend, self.weights
 
-    def _made_plan(self, selection: Selection, dtype: torch.dtype) -> LayerPlan:
+    def _made_layer(self) -> Layer:
         assert self.tensor_scale is not None
         packed = self.values is None
         weight = Weight(
@@ -190,19 +183,18 @@ class FP4Linear(nn.Module):
             self.format,
         )
         quantizer = Quantizer(self.format, self.input_encode_scale, self.recipe, self.rule)
-        layer = Layer(
+        return Layer(
             weight,
             self.bias,
             _blocks(self.input_transform, self.input_matrix),
             _blocks(self.output_transform, self.output_matrix),
             quantizer if self.activations == "fp4" else None,
         )
-        return LayerPlan(selection.backend, layer, self.in_features, dtype)
 
     def _operands(self) -> tuple[Any, ...]:
         """The arguments of the op behind x."""
-        first, last, selection = self.input_transform, self.output_transform, self._selection
-        if selection is None:
+        first, last, decided = self.input_transform, self.output_transform, self._decided
+        if decided is None:
             raise refusal(
                 "fp4_linear",
                 "the layer has no weights yet.",
@@ -228,7 +220,7 @@ class FP4Linear(nn.Module):
             self.input_encode_scale,
             self.recipe,
             self.rule,
-            selection.name,
+            decided.selection.name,
         )
 
     def refresh(self, dtype: torch.dtype | None = None) -> FP4Linear:
@@ -239,30 +231,46 @@ class FP4Linear(nn.Module):
         `.data` or to tensors made in inference mode where weights are decoded or on a GPU, which leaves no trace, and
         after writing to the buffers of a model that is compiled. Does nothing on the meta device.
         """
-        device = self.codes.device
-        if device.type == "meta":
-            return self
-        dtype = dtype or (torch.bfloat16 if self.bias is None else self.bias.dtype)
-        selection = self._select(dtype)
-        weight = self.weight_tensor()
-        self.tensor_scale = weight.tensor_scale
-        self.values = selection.backend.prepare(weight, self.weights)
-        self.input_matrix = self.input_transform.operand(device) if self.input_transform else None
-        self.output_matrix = self.output_transform.operand(device) if self.output_transform else None
-        self._selection, self._stamp = selection, Stamp(self, self._choices(), dtype)
-        self._plan = self._made_plan(selection, dtype)
+        self._decide(dtype or (torch.bfloat16 if self.bias is None else self.bias.dtype), anew=True)
+        return self
+
+    def _decide(self, dtype: torch.dtype, anew: bool = False) -> LayerPlan | None:
+        """The plan for inputs of a dtype, made again; the derived buffers too, but where only the dtype is another."""
+        if self.codes.device.type == "meta":
+            return None
+        selection, before = self._select(dtype), None if anew else self._decided
+        same = before is not None and before.selection.name == selection.name and before.holds(self, self._choices())
+        if before is not None and before.plan is not None and same:
+            stamp, layer = before.stamp, before.plan.layer
+        else:
+            stamp, layer = self._derive(selection), self._made_layer()
+        plan = None if stamp is None else LayerPlan(selection.backend, layer, self.in_features, dtype)
+        self._decided = Decided(selection, dtype, stamp, plan)
         if self.siblings is not None:
             self.siblings.changed()
-        return self
+        return plan
+
+    def _derive(self, selection: Selection) -> Stamp | None:
+        """Make the derived buffers; what they were made from, None for tensors that are not looked into."""
+        device = self.codes.device
+        # Tensors of inference mode could not be written to later.
+        with torch.inference_mode(False), torch.no_grad():
+            self.input_matrix = self.input_transform.operand(device) if self.input_transform else None
+            self.output_matrix = self.output_transform.operand(device) if self.output_transform else None
+            # Before anything is read: what changes while this runs must be seen by the next call.
+            stamp = Stamp(self, self._choices()) if type(self.codes) is Tensor else None
+            weight = self.weight_tensor()
+            self.tensor_scale = in_place_of(self.tensor_scale, weight.tensor_scale)
+            self.values = in_place_of(self.values, selection.backend.prepare(weight, self.weights))
+        return stamp
 
     def explain(self, dtype: torch.dtype | None = None) -> Explanation:
         """What runs this layer, and why; for inputs of a dtype, default those it has met or expects.
 
         Raises BackendRefusal where nothing runs it.
         """
-        met = None if self._stamp is None else self._stamp.dtype
-        known = self._selection if dtype in (None, met) else None
-        selection = known or self._select(dtype or torch.bfloat16)
+        known = self._decided if self._decided and dtype in (None, self._decided.dtype) else None
+        selection = known.selection if known else self._select(dtype or torch.bfloat16)
         width = "W4A4" if self.activations == "fp4" else "W4A16"
         parts = [f"{width} {self.format.name}"]
         if self.input_transform is not None:
@@ -345,7 +353,7 @@ class FP4Linear(nn.Module):
             name: t if t is None else t.view(torch.uint8) if t.element_size() == 1 else t
             for name, t in self._buffers.items()
         }
-        return {**self.__dict__, "_buffers": buffers, "_stamp": None, "_selection": None, "_plan": None}
+        return {**self.__dict__, "_buffers": buffers, "_decided": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -357,7 +365,7 @@ class FP4Linear(nn.Module):
     @property
     def weight(self) -> AbsentWeight:
         """Not the weight, but its dtype, device and shape for models whose code asks; its values are refused."""
-        dtype = self._stamp.dtype if self._stamp is not None else torch.bfloat16
+        dtype = self._decided.dtype if self._decided is not None else torch.bfloat16
         return AbsentWeight(self.name, dtype, self.codes.device, (self.out_features, self.in_features))
 
 

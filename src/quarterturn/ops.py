@@ -67,6 +67,7 @@ def rotate(
     matrix: (R, R), rounded to fp32; R divides K. Accurate to fp32, rounded once to out_dtype (default x.dtype).
     Raises Refusal for other dtypes and shapes, and where x asks for gradients. Source: docs/numerics.md.
     """
+    checks.turn("rotate", x, matrix, factor, transpose, backend, needed=True)
     return _call(_rotate, x, matrix, factor, transpose, out_dtype or x.dtype, backend)
 
 
@@ -90,6 +91,7 @@ def rotate_quantize(
     the 128x4 layout of the (M, K) matrix that x is when its leading dimensions are merged, padding bytes zero.
     rule: how MXFP4 makes a power of two of a group's amax. Raises Refusal for what does not fit.
     """
+    checks.turn("rotate_quantize", x, matrix, factor, transpose, backend)
     scale = _encode_tensor(encode_scale, x)
     name = get_format(format).name
     codes, byte, tensor_scale = _call(
@@ -115,30 +117,21 @@ def rotate_quantize_dequantize(
 
     Exact in fp32 and bf16, NVFP4 also in fp16; MXFP4 in fp16 can overflow and is refused.
     """
-    scale = _encode_tensor(encode_scale, x)
-    name = get_format(format).name
-    return _call(
-        _rotate_quantize_dequantize,
-        x,
-        matrix,
-        factor,
-        transpose,
-        name,
-        scale,
-        recipe,
-        rule,
-        out_dtype or x.dtype,
-        backend,
-    )
+    op = _rotate_quantize_dequantize
+    checks.turn("rotate_quantize_dequantize", x, matrix, factor, transpose, backend)
+    scale, name, out = _encode_tensor(encode_scale, x), get_format(format).name, out_dtype or x.dtype
+    return _call(op, x, matrix, factor, transpose, name, scale, recipe, rule, out, backend)
 
 
 def swizzle_scales(scales: Tensor) -> Tensor:
     """Block scales (rows, cols), one byte each -> the 128x4 layout, rows padded to 128 and cols to 4 with zeros."""
+    checks.tensor("swizzle_scales", "scales", scales)
     return torch.ops.quarterturn.swizzle_scales(_bytes(scales)).view(scales.dtype)
 
 
 def unswizzle_scales(stored: Tensor, rows: int, cols: int) -> Tensor:
     """The inverse of swizzle_scales for a matrix that had (rows, cols) before padding."""
+    checks.tensor("unswizzle_scales", "stored", stored)
     return torch.ops.quarterturn.unswizzle_scales(_bytes(stored), rows, cols).view(stored.dtype)
 
 
@@ -158,6 +151,7 @@ def fp4_matmul(
     with linear x_block_scale and x_tensor_scale (W4A4; out_dtype then defaults to bf16).
     x_tensor_scale: fp32, one element or one per row. bias: (N,). Raises Refusal for what does not fit.
     """
+    checks.product("fp4_matmul", x, x_tensor_scale, weight, x_block_scale, bias, backend)
     dtype = out_dtype or (torch.bfloat16 if x.dtype == torch.uint8 else x.dtype)
     return _call(
         _fp4_matmul,
@@ -177,7 +171,7 @@ def fp4_matmul(
 
 def _call(operator: Callable[..., Any], x: Tensor, *rest: Any) -> Any:
     """The operator of that function, or the function itself where nobody would see the difference."""
-    if torch.compiler.is_compiling() or seen_by_torch(x):
+    if torch.compiler.is_compiling() or seen_by_torch(x, *rest):
         return getattr(torch.ops.quarterturn, operator.__name__[1:])(x, *rest)
     return operator(True, x, *rest)
 

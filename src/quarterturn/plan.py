@@ -1,4 +1,5 @@
-"""What FP4Linear decides once: the plan it runs its inputs by, and the stamp that tells when to decide again.
+"""What FP4Linear decides once: who runs it, the plan it runs its inputs by, and the stamp that tells when to decide
+again. The three are one value (Decided), so that no thread sees some of them new and some old.
 
 A call by a plan skips the dispatcher and the checks of weights, which cost more than a small product on a CPU.
 """
@@ -6,30 +7,36 @@ A call by a plan skips the dispatcher and the checks of weights, which cost more
 from __future__ import annotations
 
 import ctypes
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from . import checks
-from .backends import Backend, Layer, Operand, compose
+from .backends import Backend, Layer, Operand, Selection, compose
 from .errors import refusal
 
 
 class LayerPlan:
     """A backend and, for inputs (..., in_features) of `dtype`, all that it needs beside them."""
 
-    __slots__ = ("_device", "_together", "backend", "dtype", "in_features", "layer")
+    __slots__ = ("_device", "_floats", "_together", "backend", "dtype", "in_features", "layer")
 
     def __init__(self, backend: Backend, layer: Layer, in_features: int, dtype: torch.dtype) -> None:
         self.backend, self.layer, self.in_features, self.dtype = backend, layer, in_features, dtype
         self._device = layer.weight.data.device
+        sides = [blocks.matrix for blocks in (layer.input_blocks, layer.output_blocks) if blocks is not None]
+        scale = None if layer.quantizer is None else layer.quantizer.encode_scale
+        given = (layer.weight.data, layer.weight.tensor_scale, layer.bias, scale, *sides)
+        self._floats = [t for t in given if t is not None and t.is_floating_point()]
         self._together = compose.together(backend, (layer,))
 
     def check(self, x: Tensor) -> None:
         """Raises what fp4_linear would for an x that does not fit."""
-        if x.dtype not in checks.FLOATS or x.requires_grad or x.dim() == 0 or x.device != self._device:
-            checks.x("fp4_linear", x, self.layer.weight.data)
+        # Gradients can be asked of a bias at any time.
+        asking = [t for t in self._floats if t.requires_grad] if torch.is_grad_enabled() else ()
+        if x.dtype not in checks.FLOATS or x.requires_grad or x.dim() == 0 or x.device != self._device or asking:
+            checks.x("fp4_linear", x, self.layer.weight.data, *asking)
         if x.shape[-1] != self.in_features:
             raise refusal(
                 "fp4_linear",
@@ -60,15 +67,15 @@ class Stamp:
     """What a layer's derived buffers were made from: tensors, their places and versions, and choices."""
 
     __slots__ = (
-        "_choices", "_memories", "_numbers", "_place_of", "_places", "_tensors", "_versioned", "_versions", "dtype",
+        "_choices", "_memories", "_numbers", "_place_of", "_places", "_tensors", "_versioned", "_versions",
     )  # fmt: skip
 
     BUFFERS = ("codes", "block_scale", "encode_scale", "input_encode_scale", "input_matrix")
 
-    def __init__(self, layer: nn.Module, choices: tuple[Any, ...], dtype: torch.dtype) -> None:
+    def __init__(self, layer: nn.Module, choices: tuple[Any, ...]) -> None:
         tensors = [layer._buffers[name] for name in self.BUFFERS] + [layer._parameters["bias"]]
         there = [t for t in tensors if t is not None]
-        self.dtype, self._choices, self._tensors = dtype, choices, tensors
+        self._choices, self._tensors = choices, tensors
         # `.data =` moves a tensor's memory. A write raises its version; tensors made in inference mode keep none.
         self._place_of = [t.data_ptr for t in there]
         self._places = [place() for place in self._place_of]
@@ -78,9 +85,9 @@ class Stamp:
         self._memories = [memory for t in tensors[2:4] if (memory := _memory(t)) is not None]
         self._numbers = [memory.raw for memory in self._memories]
 
-    def holds(self, layer: nn.Module, choices: tuple[Any, ...], dtype: torch.dtype) -> bool:
+    def holds(self, layer: nn.Module, choices: tuple[Any, ...]) -> bool:
         """Whether nothing of it has changed."""
-        if dtype is not self.dtype or choices != self._choices:
+        if choices != self._choices:
             return False
         buffers = layer._buffers
         codes, block_scale, encode, input_encode, matrix, bias = self._tensors
@@ -98,6 +105,29 @@ class Stamp:
             and [t._version for t in self._versioned] == self._versions
             and [memory.raw for memory in self._memories] == self._numbers
         )
+
+
+class Decided(NamedTuple):
+    """How a layer runs inputs of a dtype. No stamp and no plan where its tensors are no plain ones (fake tensors): it
+    is then decided anew for every call."""
+
+    selection: Selection
+    dtype: torch.dtype
+    stamp: Stamp | None
+    plan: LayerPlan | None
+
+    def holds(self, layer: nn.Module, choices: tuple[Any, ...]) -> bool:
+        """Whether nothing has changed that it was decided by, but perhaps the inputs' dtype."""
+        return self.stamp is not None and self.stamp.holds(layer, choices)
+
+
+def in_place_of(old: Tensor | None, new: Tensor | None) -> Tensor | None:
+    """`new`, in the memory of `old` where it fits: a CUDA graph that was captured reads there."""
+    if old is None or new is None or old.is_inference() or type(old) is not type(new):
+        return new
+    if (old.shape, old.dtype, old.device) != (new.shape, new.dtype, new.device):
+        return new
+    return old.copy_(new)
 
 
 def _memory(t: Tensor | None) -> Any:

@@ -19,12 +19,12 @@ from torch import Tensor
 from .formats import E2M1_VALUES, E4M3_MAX, E8M0_BIAS, E8M0_NAN, INV6, FP4Format, get_format
 
 _FP32_MAX = torch.finfo(torch.float32).max
-_E2M1_MAGNITUDES = torch.tensor(E2M1_VALUES[:8], dtype=torch.float64)
+_E2M1_MAGNITUDES = torch.tensor(E2M1_VALUES[:8], dtype=torch.float64, device="cpu")
 
 
 def e2m1_decode(codes: Tensor) -> Tensor:
     """Codes 0..15 -> float64 values."""
-    return torch.tensor(E2M1_VALUES, dtype=torch.float64)[codes.long()]
+    return torch.tensor(E2M1_VALUES, dtype=torch.float64, device=codes.device)[codes.long()]
 
 
 def e2m1_encode(values: Tensor) -> Tensor:
@@ -47,7 +47,7 @@ def e4m3_decode(byte: Tensor) -> Tensor:
 def e4m3_encode(values: Tensor) -> Tensor:
     """Non-negative finite values -> E4M3 bytes (uint8): to nearest, ties to even, clamped to 448 (0x7E) first."""
     clamped = values.to(torch.float64).clamp(max=E4M3_MAX)
-    return _nearest_even(clamped, e4m3_decode(torch.arange(0x7F))).to(torch.uint8)
+    return _nearest_even(clamped, e4m3_decode(torch.arange(0x7F, device=values.device))).to(torch.uint8)
 
 
 def e8m0_decode(byte: Tensor) -> Tensor:
@@ -82,7 +82,7 @@ def pack(codes: Tensor) -> Tensor:
 
 def unpack(packed: Tensor) -> Tensor:
     """Bytes (..., K/2) -> codes (..., K)."""
-    both = torch.empty(*packed.shape[:-1], packed.shape[-1] * 2, dtype=torch.uint8)
+    both = torch.empty(*packed.shape[:-1], packed.shape[-1] * 2, dtype=torch.uint8, device=packed.device)
     both[..., ::2] = packed % 16
     both[..., 1::2] = packed // 16
     return both
@@ -92,7 +92,7 @@ def swizzle(scales: Tensor) -> Tensor:
     """Scale bytes (rows, cols) -> the flat 128x4 layout, padded with zeros, address by address (docs/numerics.md)."""
     rows, cols = scales.shape
     tile_cols = -(-cols // 4)
-    flat = torch.zeros(-(-rows // 128) * 128 * tile_cols * 4, dtype=torch.uint8)
+    flat = torch.zeros(-(-rows // 128) * 128 * tile_cols * 4, dtype=torch.uint8, device=scales.device)
     for r in range(rows):
         for c in range(cols):
             at = ((r // 128) * tile_cols + c // 4) * 512 + (r % 32) * 16 + ((r % 128) // 32) * 4 + c % 4
@@ -105,7 +105,7 @@ def rotate(x: Tensor, matrix: Tensor, factor: float = 1.0, transpose: bool = Fal
 
     The matrix is rounded once to fp32 and the factor to fp32, as a backend receives them.
     """
-    block = matrix.float().double() * torch.tensor(factor, dtype=torch.float32).double()
+    block = matrix.float().double() * torch.tensor(factor, dtype=torch.float32, device="cpu").double()
     if transpose:
         block = block.T
     blocks = x.to(torch.float64).reshape(*x.shape[:-1], -1, block.shape[0])
@@ -119,16 +119,17 @@ def encode_scales(
     """The fp32 encode scale of each row, (M, 1), and the tensor scale, (1,) or (M,) for recipe 'token'."""
     rows = z.shape[0]
     if not format.has_tensor_scale:
-        encode = torch.full((1, 1), 3.0 if recipe == "qutlass" else 1.0)
+        encode = torch.full((1, 1), 3.0 if recipe == "qutlass" else 1.0, dtype=torch.float32, device=z.device)
         return encode.expand(rows, 1), (1.0 / encode).view(1)
     if recipe == "token":
-        encode = torch.tensor(2688.0) / z.abs().amax(1, keepdim=True) if z.shape[1] else torch.ones(rows, 1)
+        amax = z.abs().amax(1, keepdim=True) if z.shape[1] else z.sum(1, keepdim=True)
+        encode = torch.full_like(amax, 2688.0) / amax
         encode = torch.where(torch.isfinite(encode), encode, torch.ones_like(encode))
         return encode, (1.0 / encode).view(-1)
     value = 6.0 if recipe == "qutlass" else encode_scale
     if value is None:
         raise ValueError("recipe 'checkpoint' needs an encode scale")
-    encode = torch.as_tensor(value, dtype=torch.float32).reshape(1, 1)
+    encode = torch.as_tensor(value, dtype=torch.float32, device=z.device).reshape(1, 1)
     return encode.expand(rows, 1), (1.0 / encode).view(1)
 
 
@@ -191,7 +192,7 @@ def dequantize(codes: Tensor, scale: Tensor, tensor_scale: Tensor | float, forma
     fmt = get_format(format)
     decoded = e8m0_decode(scale) if fmt.has_e8m0_scale else e4m3_decode(scale)
     values = e2m1_decode(unpack(codes)) * decoded.repeat_interleave(fmt.group_size, dim=1)
-    return values * torch.as_tensor(tensor_scale).double().reshape(-1, 1)
+    return values * torch.as_tensor(tensor_scale, device=values.device).double().reshape(-1, 1)
 
 
 def linear(
@@ -218,7 +219,9 @@ def linear(
         operand = dequantize(*quantized, fmt)
     else:
         operand = (rotate(x, *input_transform).to(x.dtype) if input_transform else x).double()
-    row_scale = w_tensor_scale.reshape(-1).double().repeat_interleave(torch.tensor(output_sizes))
+    row_scale = (
+        w_tensor_scale.reshape(-1).double().repeat_interleave(torch.tensor(output_sizes, device=w_tensor_scale.device))
+    )
     y = operand @ dequantize(w_codes, w_scale, row_scale, fmt).T
     if bias is not None:
         y = y + bias.double()

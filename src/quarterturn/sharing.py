@@ -6,9 +6,13 @@ very same x; else it computes for itself and leaves a share in turn. The bits ar
 
 | rows of x | a share is                                          | x is the same where it is                    |
 |---|---|---|
-| few       | the siblings' outputs, one each, of one native call | the same tensor, unchanged since; without a  |
-|           |                                                     | version (inference mode), of the same bytes  |
-| many      | the rotated, quantized x                            | the same tensor, unchanged since             |
+| few       | the siblings' outputs, one each, of one native call | the same tensor, of the same bytes; without  |
+|           |                                                     | a version (inference mode), any of the same  |
+| many      | the rotated, quantized x                            | the same tensor, of the same bytes or, above |
+|           |                                                     | 64 KiB, of the same version and memory       |
+
+An x of more than 64 KiB that is written to between siblings in a way that leaves no trace (`x.data.mul_`, through
+numpy) is not seen to be another: tie no layers around such code, or give them a new tensor.
 
 A share ends when every sibling has taken it or one of them gets another input. Siblings that left one behind read
 something else, and none is made for them again. On CPUs only: on a GPU, layers may run on streams of their own.
@@ -16,7 +20,6 @@ something else, and none is made for them again. On CPUs only: on a GPU, layers 
 
 from __future__ import annotations
 
-import ctypes
 import threading
 import weakref
 from collections.abc import Iterable
@@ -27,10 +30,11 @@ import torch
 from torch import Tensor, nn
 
 from .backends import Blocks, Layer, Operand, Quantizer, Together, compose
+from .backends.kept import contents
 from .plan import LayerPlan
 
 COMPARED = 1 << 16
-"""Bytes of x that are kept and compared at most, where x keeps no version."""
+"""Bytes of x that are kept and compared at most."""
 
 
 class Member(Protocol):
@@ -63,13 +67,13 @@ class _Share:
         self.outputs: dict[LayerPlan, Tensor] = {}
         self.operand: Operand | None = None
         self._look, self._x = _look(x), weakref.ref(x)
-        self._bytes = _bytes(x) if x.is_inference() else None
+        self._bytes = contents(x) if x.nbytes <= COMPARED else None
 
     def is_of(self, x: Tensor) -> bool:
         """Whether x is what this is made of."""
-        if self._bytes is None:
-            return self._x() is x and _look(x) == self._look
-        return x.is_contiguous() and _look(x) == self._look and _bytes(x) == self._bytes
+        if not x.is_inference() and self._x() is not x:
+            return False
+        return _look(x) == self._look and (self._bytes is None or contents(x) == self._bytes)
 
 
 def _look(x: Tensor) -> tuple[Any, ...]:
@@ -80,12 +84,12 @@ def _look(x: Tensor) -> tuple[Any, ...]:
     return inference, x.dtype, x.shape, x._version, x.data_ptr(), x.stride()
 
 
-def _bytes(x: Tensor) -> bytes:
-    return ctypes.string_at(x.data_ptr(), x.nbytes)
-
-
 class Siblings:
-    """The FP4Linears of one parent. Holds none of them, and is not copied with them: copies find each other anew."""
+    """The FP4Linears of one parent. Holds none of them, and is not copied with them: copies find each other anew.
+
+    An input of more than 64 KiB must not be written to between the calls of siblings in a way that leaves its version
+    as it is (`.data`, numpy): they would get results of the values before.
+    """
 
     def __init__(self) -> None:
         self._members: list[weakref.ref[Any]] = []

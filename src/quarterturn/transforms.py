@@ -58,7 +58,9 @@ class Transform:
     def operand(self, device: torch.device) -> Tensor:
         """The matrix in fp32 on a device, as the ops take it (factor and direction apart); made once per device."""
         if device not in self._operands:
-            self._operands[device] = self.matrix.to(device=device, dtype=torch.float32)
+            # A tensor made in inference mode has no version, and backends could not keep what they make of it.
+            with torch.inference_mode(False):
+                self._operands[device] = self.matrix.detach().to(device=device, dtype=torch.float32)
         return self._operands[device]
 
     def activation_matrix(self) -> Tensor:

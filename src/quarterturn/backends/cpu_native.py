@@ -64,7 +64,7 @@ def rotate(x: Tensor, blocks: Blocks, out_dtype: torch.dtype) -> Tensor:
     """x (M, K) @ V per block, summed in float64, rounded to fp32, then to out_dtype."""
     if turned_apart(blocks):
         return any_torch.rotate(x, blocks, out_dtype)
-    out = torch.empty(x.shape, dtype=out_dtype)
+    out = torch.empty(x.shape, dtype=out_dtype, device="cpu")
     if x.numel():
         _quantize(x, Native(x.shape[1]).rotating(blocks), values=out)
     return out
@@ -88,7 +88,7 @@ def rotate_quantize_dequantize(
     if _reproduces_qutlass_mxfp4(quantizer):
         return any_torch.rotate_quantize_dequantize(x, blocks, quantizer, out_dtype)
     x, blocks = _for_kernels(x, blocks, torch.float32)
-    out = torch.empty(x.shape, dtype=out_dtype)
+    out = torch.empty(x.shape, dtype=out_dtype, device="cpu")
     return out, _quantize(x, _input_side(x, blocks, quantizer), values=out)
 
 
@@ -134,7 +134,7 @@ def operand(x: Tensor, layer: Layer) -> Operand:
         tiles, scale_of_tensor = _tiles(x, native(layer, k))
         return Operand(tiles, None, None if quantizer is None else scale_of_tensor, m, dtype, TILES)
     if quantizer is not None:
-        values = torch.empty(m, k, dtype=values_dtype)
+        values = torch.empty(m, k, dtype=values_dtype, device="cpu")
         return Operand(values, None, _quantize(x, native(layer, k), values=values), m, dtype)
     return Operand(x if blocks is None else rotate(x, blocks, dtype), None, None, m, dtype)
 
@@ -179,7 +179,7 @@ def together(layers: Sequence[Layer]) -> Together | None:
         if apart is not None:
             x = any_torch.rotate(x.view(m, k), apart, dtype if quantizer is None else torch.float32)
         out_dtype = torch.float32 if turned else dtype
-        ys = [torch.empty(*outer, n, dtype=out_dtype) for n in sizes]
+        ys = [torch.empty(*outer, n, dtype=out_dtype, device="cpu") for n in sizes]
         outputs = addresses(*[y.data_ptr() for y in ys])
         failed = qt_linear(
             structs, count, x.data_ptr(), DTYPE[x.dtype], k, m, outputs, DTYPE[out_dtype], torch.get_num_threads()
@@ -233,14 +233,14 @@ def _input_side(x: Tensor, blocks: Blocks | None, quantizer: Quantizer) -> Nativ
 
 
 def _codes(x: Tensor, layer: Native, format: FP4Format) -> tuple[Tensor, Tensor, Tensor]:
-    codes = torch.empty(format.codes_shape(*x.shape), dtype=torch.uint8)
-    scale = torch.empty(format.scale_shape(*x.shape), dtype=torch.uint8)
+    codes = torch.empty(format.codes_shape(*x.shape), dtype=torch.uint8, device="cpu")
+    scale = torch.empty(format.scale_shape(*x.shape), dtype=torch.uint8, device="cpu")
     return codes, scale, _quantize(x, layer, codes=codes, scale=scale)
 
 
 def _tiles(x: Tensor, layer: Native) -> tuple[Tensor, Tensor]:
     m, k = x.shape
-    tiles = torch.empty(-(-m // 16), -(-k // 32), 16, 32, dtype=torch.bfloat16)
+    tiles = torch.empty(-(-m // 16), -(-k // 32), 16, 32, dtype=torch.bfloat16, device="cpu")
     return tiles, _quantize(x, layer, values=tiles, tiled=True)
 
 
@@ -254,7 +254,7 @@ def _quantize(
 ) -> Tensor:
     """Fill the outputs that are given; returns the tensor scale."""
     m = x.shape[0]
-    tensor_scale = torch.empty(m if layer.per_row else 1, dtype=torch.float32)
+    tensor_scale = torch.empty(m if layer.per_row else 1, dtype=torch.float32, device="cpu")
     failed = cpu_build.library().qt_quantize(
         layer.address, x.data_ptr(), DTYPE[x.dtype], x.stride(0), m, tensor_scale.data_ptr(), _address(codes),
         _address(scale), _address(values), 0 if values is None else DTYPE[values.dtype], tiled, torch.get_num_threads(),
@@ -268,7 +268,7 @@ def _few_rows(
 ) -> Tensor:
     """x values with their last dimension contiguous, or contiguous codes and scale bytes."""
     m = x.shape[0]
-    y = torch.empty(m, layer.n, dtype=out_dtype)
+    y = torch.empty(m, layer.n, dtype=out_dtype, device="cpu")
     x = x if x.stride(1) == 1 and x_block_scale is None else x.contiguous()
     x_block_scale = None if x_block_scale is None else x_block_scale.contiguous()
     failed = cpu_build.library().qt_matmul(
@@ -281,7 +281,7 @@ def _few_rows(
 
 
 def _tile_product(tiles: Tensor, x_tensor_scale: Tensor | None, m: int, layer: Native, dtype: torch.dtype) -> Tensor:
-    y = torch.empty(m, layer.n, dtype=dtype)
+    y = torch.empty(m, layer.n, dtype=dtype, device="cpu")
     failed = cpu_build.library().qt_amx_matmul(
         layer.address, tiles.data_ptr(), _address(x_tensor_scale), _step(x_tensor_scale), m, y.data_ptr(), DTYPE[dtype],
         torch.get_num_threads(),
@@ -298,7 +298,7 @@ def _many_rows(
     dtype = any_torch.product_dtype(x, weight)
     x = x.to(dtype)
     n, k = weight.data.shape[0], weight.data.shape[1] * 2
-    acc = torch.empty(x.shape[0], n, dtype=torch.float32)
+    acc = torch.empty(x.shape[0], n, dtype=torch.float32, device="cpu")
     step = max(16, min(n, SCRATCH // k))
     for start in range(0, n, step):
         rows = slice(start, start + step)
@@ -311,7 +311,7 @@ def _decoded(codes: Tensor, block_scale: Tensor, format: FP4Format, dtype: torch
     """Packed codes (N, K/2) and scale bytes -> e2m1 * block_scale, (N, K) of dtype."""
     codes, block_scale = codes.contiguous(), block_scale.contiguous()
     n, k = codes.shape[0], codes.shape[1] * 2
-    out = torch.empty(n, k, dtype=dtype)
+    out = torch.empty(n, k, dtype=dtype, device="cpu")
     cpu_build.library().qt_decode(
         codes.data_ptr(), block_scale.data_ptr(), format.group_size, n, k, out.data_ptr(), DTYPE[dtype],
         torch.get_num_threads(),

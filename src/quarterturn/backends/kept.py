@@ -2,27 +2,48 @@
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+COMPARED = 1 << 16
+"""Bytes of a tensor in main memory that are kept and compared at most: a matrix of 128 x 128 in fp32."""
+
 
 class Kept:
-    """For each tensor object a dict, empty at first and again once the tensor's version or memory has changed.
+    """For each tensor object a dict, empty at first and again once the tensor has changed.
 
     The object is the key, not its address, which another tensor may get; and nothing is hung on the tensor itself,
-    which would travel with it into files. Tensors made in inference mode have no version: those must not be written to.
+    which would travel with it into files. How a change is seen:
+
+    | tensor                    | by                                                                                |
+    |---|---|
+    | in main memory, up to 64 KiB | its bytes, whoever wrote them                                                  |
+    | other                     | its version and memory; writes past `.data` or through numpy leave no trace there |
+    | other, of inference mode  | has no version: nothing is kept                                                   |
     """
 
     def __init__(self) -> None:
         self._of: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
     def of(self, tensor: Tensor) -> dict[Any, Any]:
-        # `tensor.data = other` changes the memory, not the version.
-        state = (0 if tensor.is_inference() else tensor._version, tensor.data_ptr())
+        if tensor.device.type == "cpu" and tensor.nbytes <= COMPARED:
+            state: Any = (tensor.shape, tensor.dtype, contents(tensor))
+        elif tensor.is_inference():
+            return {}
+        else:
+            # `tensor.data = other` changes the memory, not the version.
+            state = (tensor._version, tensor.data_ptr())
         kept = self._of.get(tensor)
         if kept is None or kept[0] != state:
             kept = self._of[tensor] = (state, {})
         made: dict[Any, Any] = kept[1]
         return made
+
+
+def contents(tensor: Tensor) -> bytes:
+    """The values of a tensor in main memory, row by row: a copy that costs a few microseconds for 64 KiB."""
+    tensor = tensor.contiguous()
+    return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)

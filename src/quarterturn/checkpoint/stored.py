@@ -76,7 +76,7 @@ def _stored_transform(
     size = info.shape[0]
     if scheme.permuted and scheme.type != "random-matrix":
         order = read(f"{tensor.removesuffix('weight')}perm").long()
-        if order.shape != (size,) or not torch.equal(order.sort().values, torch.arange(size)):
+        if order.shape != (size,) or not torch.equal(order.sort().values, torch.arange(size, device="cpu")):
             raise refuse(
                 info.file,
                 "a transform's permutation is none.",

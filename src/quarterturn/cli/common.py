@@ -111,7 +111,7 @@ def tokenizer_of(path: Path | str, fallback: Path | str | None = None) -> PreTra
 def token_ids(tokenizer: PreTrainedTokenizerBase, text: str, limit: int | None = None) -> torch.Tensor:
     """Text as token ids (T,), at most `limit` of them; special tokens are left out."""
     ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    return torch.tensor(ids, dtype=torch.long)[:limit]
+    return torch.tensor(ids, dtype=torch.long, device="cpu")[:limit]
 
 
 def size(count: float) -> str:

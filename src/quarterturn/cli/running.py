@@ -165,7 +165,7 @@ def _show_judgement(judgement: Judgement, fast: Speed, memory: dict[str, int], r
 def verify(path: Path_, against: Against, as_json: Json = False) -> None:
     """Check each layer's weights against the original, behind the transforms that the config declares.
 
-    Exit code 1 where a layer is not as declared, by a wrong factor or single rows too.
+    Exit code 1 where a layer is not as declared, by a wrong factor or single rows too, or where tensors are missing.
     """
     quiet()
     from ..checkpoint import open_checkpoint
@@ -176,7 +176,8 @@ def verify(path: Path_, against: Against, as_json: Json = False) -> None:
         result = run(path, against, lambda layer: step(1))
     if as_json:
         layers = [asdict(v) for v in result.layers]
-        print_json({"path": path, "against": against, "ok": result.ok, "layers": layers, "changed": result.changed})
+        others = {"changed": result.changed, "missing": result.missing, "added": result.added}
+        print_json({"path": path, "against": against, "ok": result.ok, "layers": layers, **others})
     else:
         _show_verdicts(result)
     if not result.ok:
@@ -199,9 +200,14 @@ def _show_verdicts(result: Any) -> None:
                 _show_names([v.layer for v in group])
         if len(groups) > 8:
             out.print(f"       and {len(groups) - 8} other findings of this kind (--json lists all)")
-    if result.changed:
-        out.print(f"  {len(result.changed)} unquantized tensors are not the original's:")
-        _show_names(result.changed)
+    for names, what in (
+        (result.changed, "unquantized tensors are not the original's"),
+        (result.missing, "tensors of the original are missing"),
+        (result.added, "tensors are not in the original"),
+    ):
+        if names:
+            out.print(f"  {len(names)} {what}:")
+            _show_names(names)
 
 
 def _by_detail(verdicts: list[Any]) -> dict[str, list[Any]]:

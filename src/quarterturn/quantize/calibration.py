@@ -123,7 +123,7 @@ def _given_ids(ids: Tensor) -> list[Tensor]:
 def _encode(tokenizer: Any, text: str) -> Tensor:
     # Long texts are cut afterwards, so a tokenizer's warning about the model's length would mislead.
     ids = tokenizer(text, verbose=False)["input_ids"]
-    return torch.as_tensor(ids, dtype=torch.long).reshape(-1)
+    return torch.as_tensor(ids, dtype=torch.long, device="cpu").reshape(-1)
 
 
 def _check_batches(batches: list[Tensor], vocabulary: int | None) -> None:

@@ -31,7 +31,7 @@ _CHUNK_VALUES = 1 << 22
 
 def encode_scale(amax: float | Tensor) -> Tensor:
     """fp32 (1,): 448 * 6 / amax, with which the largest group's scale is 448; 1 where the quotient is not finite."""
-    largest = torch.as_tensor(amax, dtype=torch.float32).reshape(1).cpu()
+    largest = torch.as_tensor(amax, dtype=torch.float32, device="cpu").reshape(1)
     encode = (E4M3_MAX * E2M1_MAX) / largest.clamp(min=torch.finfo(torch.float32).tiny)
     return torch.where(torch.isfinite(encode), encode, torch.ones_like(encode))
 
@@ -50,7 +50,7 @@ def fold_weight(weight: Tensor, transform: Transform | None) -> Tensor:
 
 def weight_amax(weight: Tensor, name: str = "weight") -> float:
     """The largest magnitude of a weight. Raises Refusal where the weight holds NaN or Inf."""
-    amax = weight.abs().amax() if weight.numel() else torch.zeros(())
+    amax = weight.abs().amax() if weight.numel() else torch.zeros((), device=weight.device)
     if not bool(torch.isfinite(amax)):
         raise refusal(
             "quantize",

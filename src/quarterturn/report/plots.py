@@ -254,7 +254,7 @@ def _share_above(x: Tensor, points: int = 300) -> tuple[Tensor, Tensor]:
     values = x.double().abs().flatten().sort(descending=True).values
     values = values / values.square().mean().sqrt()
     # Few points suffice on a log axis, but the largest values are kept one by one.
-    ranks = torch.logspace(0, torch.tensor(len(values)).log10().item(), points, dtype=torch.float64).long().unique()
+    ranks = torch.logspace(0, math.log10(len(values)), points, dtype=torch.float64, device="cpu").long().unique()
     ranks = ranks.clamp(max=len(values))
     return values[ranks - 1], ranks / len(values)
 
@@ -273,7 +273,7 @@ def _channels(study: Study) -> Figure:
     for index, (axes, name) in enumerate(zip(grid[0], shown, strict=True)):
         x = study.x[name].double()
         peaks = x.abs().amax(0) / x.square().mean().sqrt()
-        axes.vlines(torch.arange(len(peaks)), 0, peaks, color=c[_SERIES[index % 5]], linewidth=0.6)
+        axes.vlines(range(len(peaks)), 0, peaks, color=c[_SERIES[index % 5]], linewidth=0.6)
         axes.set_title(_turned(name))
         axes.set_xlabel("channel")
         axes.grid(axis="x", visible=False)

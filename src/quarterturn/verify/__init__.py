@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ..checkpoint import OriginalModel, open_checkpoint
 from ..transforms import hadamard
 from .layer import (
+    BIAS,
     CANNOT_TELL,
     DIFFERENT,
     NEVER,
@@ -33,14 +34,17 @@ _HADAMARD_SIZES = (16, 32, 64, 128)
 
 @dataclass(frozen=True)
 class Verification:
-    """All layers of a checkpoint, and the names of unquantized tensors that are not the original's."""
+    """All layers of a checkpoint, and names of tensors outside them: those that are not the original's (other norms may
+    be meant), those of the original that the checkpoint lacks, and those that only the checkpoint has."""
 
     layers: list[LayerVerdict]
     changed: list[str]
+    missing: list[str] = field(default_factory=list)
+    added: list[str] = field(default_factory=list)
 
     @property
     def ok(self) -> bool:
-        return all(layer.ok for layer in self.layers)
+        return all(layer.ok for layer in self.layers) and not self.missing and not self.added
 
 
 def verify(path: str | Path, original: str | Path, advance: Callable[[str], None] = lambda layer: None) -> Verification:
@@ -69,12 +73,17 @@ def verify(path: str | Path, original: str | Path, advance: Callable[[str], None
             stored, own = checkpoint.bias(name), theirs.bias(name)
             if verdict.ok and stored is not None and own is not None:
                 verdict = check_bias(verdict, stored, own, spec.output_transform)
+            elif verdict.ok and (stored is None) != (own is None):
+                detail = "the checkpoint has no bias, the original has" if stored is None else "the original has none"
+                verdict = replace(verdict, verdict=BIAS, detail=detail)
         verdicts.append(verdict)
         advance(name)
-    return Verification(verdicts, theirs.changed_in(checkpoint))
+    missing, added = theirs.missing_from(checkpoint), theirs.unknown_in(checkpoint)
+    return Verification(verdicts, theirs.changed_in(checkpoint), missing, added)
 
 
 __all__ = [
+    "BIAS",
     "CANNOT_TELL",
     "DIFFERENT",
     "NEVER",

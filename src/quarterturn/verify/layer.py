@@ -38,6 +38,7 @@ DIFFERENT = "another weight"
 CANNOT_TELL = "cannot tell"
 SCALED = "wrong factor"
 ROWS = "wrong rows"
+BIAS = "bias on one side only"
 
 # In units of the yardstick: a hypothesis fits below the first, and is ruled out above the second (but never above 0.8).
 _FITS, _RULED_OUT = 2.5, 5.0
@@ -213,7 +214,7 @@ def _hypotheses(side: str, transform: Transform | None, width: int, others: Name
             v, w = v.T, w.T
         found = [
             _Hypothesis(OK, f"{side}: as declared", w),
-            _Hypothesis(NEVER, f"{side}: never applied", torch.eye(len(w), dtype=w.dtype)),
+            _Hypothesis(NEVER, f"{side}: never applied", torch.eye(len(w), dtype=w.dtype, device=w.device)),
             _Hypothesis(TWICE, f"{side}: applied twice", w @ w),
             _Hypothesis(REVERSED, f"{side}: transposed", w.T),
             _Hypothesis(REVERSED, f"{side}: not inverted", v),

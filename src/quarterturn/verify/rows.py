@@ -84,7 +84,7 @@ def examine(stored: Tensor, expected: Tensor, rounded: Tensor, yardstick: float)
 
 def sources(stored: Tensor, expected: Tensor, wrong: tuple[int, ...]) -> dict[int, int]:
     """Which row of the original some of the wrong rows hold instead, of those (the first 256) that hold one."""
-    numbers = torch.tensor(wrong[:_SOURCES])
+    numbers = torch.tensor(wrong[:_SOURCES], device=stored.device)
     ours = torch.nn.functional.normalize(stored[numbers], dim=1)
     theirs = torch.nn.functional.normalize(expected, dim=1)
     cosine, row = (ours @ theirs.T).max(dim=1)
