@@ -21,8 +21,8 @@ WIDE = 256
 """The order from which on backends rotate by factors: below, one dense product is as fast, or faster."""
 PASS = 32
 """What a product over all values costs beside its multiplications, in multiplications a value (AVX2, float64)."""
-ENTRIES = 1 << 24
-"""Entries of a matrix that are compared at a time."""
+ENTRIES = 1 << 20
+"""Entries of a matrix that are looked at together: their copies stay in a cache."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,15 +58,26 @@ def factors_of(matrix: Tensor) -> Factors | None:
 
     While a CUDA graph is being captured nothing can be looked at: a matrix that was not met before has none there.
     """
-    # A copy takes along what was kept, while its versions count anew; `.data =` changes the memory and no version.
-    key = (id(matrix), matrix.data_ptr(), 0 if matrix.is_inference() else matrix._version)
-    kept: tuple[tuple[int, int, int], Factors | None] | None = getattr(matrix, "_factors", None)
-    if kept is None or kept[0] != key:
+    # `.data =` changes the memory and no version.
+    state = (matrix.data_ptr(), 0 if matrix.is_inference() else matrix._version)
+    kept: _Kept | None = getattr(matrix, "_factors", None)
+    if kept is None or kept.state != state:
         if matrix.is_cuda and torch.cuda.is_current_stream_capturing():
             return None
-        kept = (key, factorize(matrix))
+        kept = _Kept(state, factorize(matrix))
         matrix._factors = kept  # type: ignore[attr-defined]
-    return kept[1]
+    return kept.factors
+
+
+class _Kept:
+    """What was found in a state of a matrix. Copies and pickles of the matrix, whose versions count anew, take none of
+    it along."""
+
+    def __init__(self, state: tuple[int, int] | None = None, factors: Factors | None = None) -> None:
+        self.state, self.factors = state, factors
+
+    def __reduce__(self) -> tuple[type[_Kept], tuple[()]]:
+        return _Kept, ()
 
 
 def factorize(matrix: Tensor) -> Factors | None:
@@ -75,16 +86,16 @@ def factorize(matrix: Tensor) -> Factors | None:
     Reads R^2 entries once, or a few times for a matrix that has factors, and needs a byte for each of them meanwhile.
     """
     rest = _signs(matrix.detach())
-    if rest is None:
+    if rest is None or len(rest) == 1:
         return None
     left, right = rest[:, 0].clone(), rest[0] * rest[0, 0]
     rest.mul_(left.view(-1, 1)).mul_(right)
     found: list[Tensor] = []
     while len(rest) > 1:
         rest, part = _split(rest)
+        if len(part) == len(matrix):
+            return None
         found.insert(0, part.double())
-    if len(found) < 2:
-        return None
     sylvester = all(len(part) == 2 and float(part[1, 1]) == -1 for part in found)
     return Factors(left.double(), right.double(), tuple(found), tuple(_merged(found)), sylvester)
 
