@@ -23,8 +23,8 @@ WIDE = 256
 """The order from which on backends rotate by factors: below, one dense product is as fast, or faster."""
 PASS = 32
 """What a product over all values costs beside its multiplications, in multiplications a value (AVX2, float64)."""
-ENTRIES = 1 << 24
-"""Entries of a matrix that are compared at a time."""
+ENTRIES = 1 << 20
+"""Entries of a matrix that are looked at together: their copies stay in a cache."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,16 +78,16 @@ def factorize(matrix: Tensor) -> Factors | None:
     Reads R^2 entries once, or a few times for a matrix that has factors, and needs a byte for each of them meanwhile.
     """
     rest = _signs(matrix.detach())
-    if rest is None:
+    if rest is None or len(rest) == 1:
         return None
     left, right = rest[:, 0].clone(), rest[0] * rest[0, 0]
     rest.mul_(left.view(-1, 1)).mul_(right)
     found: list[Tensor] = []
     while len(rest) > 1:
         rest, part = _split(rest)
+        if len(part) == len(matrix):
+            return None
         found.insert(0, part.double())
-    if len(found) < 2:
-        return None
     sylvester = all(len(part) == 2 and float(part[1, 1]) == -1 for part in found)
     return Factors(left.double(), right.double(), tuple(found), tuple(_merged(found)), sylvester)
 
