@@ -71,7 +71,7 @@ def rotate_quantize(
     x: Tensor, blocks: Blocks | None, quantizer: Quantizer, scale_layout: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     """x (M, K) -> packed codes (M, K/2), scale bytes in the layout, tensor scale (1,) or (M,)."""
-    if _reproduces_qutlass_mxfp4(quantizer):
+    if quantizer.is_qutlass_mxfp4:
         return any_torch.rotate_quantize(x, blocks, quantizer, scale_layout)
     codes, scale, tensor_scale = _codes(x, _input_side(x, blocks, quantizer), quantizer.format)
     return codes, get_layout(scale_layout).forward(scale) if scale_layout != "linear" else scale, tensor_scale
@@ -81,7 +81,7 @@ def rotate_quantize_dequantize(
     x: Tensor, blocks: Blocks | None, quantizer: Quantizer, out_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """x (M, K) -> e2m1 * block_scale (M, K) of out_dtype, exact, and the tensor scale (1,) or (M,)."""
-    if _reproduces_qutlass_mxfp4(quantizer):
+    if quantizer.is_qutlass_mxfp4:
         return any_torch.rotate_quantize_dequantize(x, blocks, quantizer, out_dtype)
     out = torch.empty(x.shape, dtype=out_dtype, device="cpu")
     return out, _quantize(x, _input_side(x, blocks, quantizer), values=out)
@@ -114,13 +114,14 @@ def operand(x: Tensor, layer: Layer) -> Operand:
     """x (M, K), rotated and quantized, in the form that its product takes."""
     weight, quantizer, blocks = layer.weight, layer.quantizer, layer.input_blocks
     (m, k), dtype = x.shape, x.dtype
-    if quantizer is not None and _reproduces_qutlass_mxfp4(quantizer):
+    if quantizer is not None and quantizer.is_qutlass_mxfp4:
         values, tensor_scale = any_torch.rotate_quantize_dequantize(x, blocks, quantizer, _values_dtype(x, weight))
         return Operand(values, None, tensor_scale, m, dtype)
     if quantizer is not None and _own_product(m, weight, True):
         codes, scale, tensor_scale = _codes(x, native(layer, k), quantizer.format)
         return Operand(codes, scale, tensor_scale, m, dtype, CODES)
-    # Two bytes hold every value of NVFP4; those of MXFP4 reach below what tiles tell from zero.
+    # bf16 holds every value of NVFP4, and of MXFP4 all but those below 2^-126, which tiles take for zero: inputs of
+    # bf16 are multiplied in no other way there, those of more bits are.
     exact = dtype == torch.bfloat16 or (quantizer is not None and quantizer.format.has_tensor_scale)
     if _in_tiles(m, weight, exact):
         tiles, scale_of_tensor = _tiles(x, native(layer, k))
@@ -152,7 +153,7 @@ def together(layers: Sequence[Layer]) -> Together | None:
     turned, quantizer = first.output_blocks is not None, first.quantizer
     if (
         first.weight.block_scale is None
-        or (quantizer is not None and _reproduces_qutlass_mxfp4(quantizer))
+        or (quantizer is not None and quantizer.is_qutlass_mxfp4)
         or any((layer.output_blocks is not None) != turned for layer in layers)
     ):
         return None
@@ -204,10 +205,6 @@ def _has_tiles() -> bool:
 def _tiles_allowed(kernels: ctypes.CDLL) -> bool:
     """Whether these kernels were compiled for tiles, and the system grants them."""
     return bool(kernels.qt_amx_ready())
-
-
-def _reproduces_qutlass_mxfp4(quantizer: Quantizer) -> bool:
-    return quantizer.recipe == "qutlass" and not quantizer.format.has_tensor_scale
 
 
 def _values_dtype(x: Tensor, weight: Weight) -> torch.dtype:
