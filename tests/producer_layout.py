@@ -99,7 +99,7 @@ def write(folder: Path, kind: str, format: str) -> Path:
             model.set_submodule(name, layer)
             x = torch.randn(3, linear.in_features, generator=torch.Generator().manual_seed(seed))
             expected |= {f"layers.{name}.input": x, f"layers.{name}.output": layer(x)}
-        expected["logits"] = model(expected["input_ids"]).logits
+        expected["logits_specified"] = model(expected["input_ids"]).logits
     tensors[f"{next(iter(layers))}.v_input.weight"] = matrix  # once, under the first layer that uses it
     folder.mkdir()
     group = 16 if format == "nvfp4" else 32

@@ -66,7 +66,14 @@ def test_a_produced_checkpoint_layer_by_layer(produced: Path) -> None:
 def test_a_produced_checkpoint_as_a_whole(produced: Path, tmp_path: Path) -> None:
     expected = load_file(produced / "expected.safetensors")
     logits = load(produced, dtype="float32")(expected["input_ids"]).logits
-    if "logits" in expected:
+    if "logits_specified" in expected:
+        # A sum in another order that moves a value across a tie changes all the tokens behind it, in so small a model
+        # by a tenth; those before it are the same to fp32, and a wrong layer would leave none of them.
+        want = expected["logits_specified"]
+        errors = (logits - want).norm(dim=-1) / want.norm(dim=-1)
+        assert float(errors.flatten().quantile(0.25)) < 1e-5
+        assert relative(logits, want) < relative(expected["logits_unquantized"], want)
+    elif "logits" in expected:
         assert relative(logits, expected["logits"]) < 2e-2
     else:
         producer = expected["logits_producer"]
