@@ -6,9 +6,10 @@ import datetime
 import json
 import platform
 import subprocess
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+
+from quarterturn.machine import processor, version
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -19,13 +20,13 @@ def machine() -> dict[str, Any]:
 
     facts: dict[str, Any] = {
         "date": datetime.date.today().isoformat(),
-        "processor": _processor(),
+        "processor": processor(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
     if torch.cuda.is_available():
-        facts |= {"gpu": torch.cuda.get_device_name(), "driver": _driver(), "triton": _version("triton")}
+        facts |= {"gpu": torch.cuda.get_device_name(), "driver": _driver(), "triton": version("triton")}
     return facts
 
 
@@ -48,21 +49,3 @@ def _driver() -> str:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[0].strip()
     except (OSError, subprocess.CalledProcessError, IndexError):
         return "unknown"
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "none"
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    flags = next((line for line in lines if line.startswith("flags")), "")
-    wide = "AVX512-BF16" if "avx512_bf16" in flags else "AVX512" if "avx512f" in flags else "AVX2"
-    return f"{names[0] if names else platform.processor()}, {wide}"

@@ -108,3 +108,11 @@ def test_a_record_is_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     record.append("x", {"a": 2})
     assert record.read("x") == [{"a": 1}, {"a": 2}]
     assert {"date", "processor", "torch"} <= set(record.machine())
+
+
+def test_a_processor_has_one_name() -> None:
+    from benchmarks.record import machine
+
+    from quarterturn.cli.inspecting import _devices
+
+    assert _devices()[0]["name"].startswith(f"{machine()['processor']}, ")

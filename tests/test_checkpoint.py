@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 import quarterturn as qt
 from altered import Change, altered, make_checkpoint, shard
-from quarterturn.checkpoint import open_checkpoint, recognise
+from quarterturn.checkpoint import describe, open_checkpoint, recognise
 
 Q, DOWN = "model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj"
 INDEX = "model.safetensors.index.json"
@@ -290,3 +290,14 @@ def test_a_label_that_lies_is_noted_and_the_stored_matrix_used(good: Path, tmp_p
     transform = checkpoint.layers[Q].input_transform
     assert transform is not None
     assert torch.allclose(transform.activation_matrix(), expected.double(), rtol=1e-15)
+
+
+@pytest.mark.parametrize(("format", "bits"), [("nvfp4", 4.5), ("mxfp4", 4.25)])
+def test_bits_a_weight_are_the_formats_with_biases_too(format: str, bits: float, tmp_path: Path) -> None:
+    found = describe(str(make_checkpoint(tmp_path / "made", "qwen2", format)))
+    assert any(row["bias"] for row in found["layers"])
+    weights = sum(row["n"] * row["k"] * row["count"] for row in found["layers"])
+    # NVFP4: two fp32 scales a layer beside.
+    scales = 2 * 4 * found["fp4_layers"] if format == "nvfp4" else 0
+    assert found["fp4_bytes"] == weights * bits / 8 + scales
+    assert found["bits_per_weight"] == round(bits + 8 * scales / weights, 3)

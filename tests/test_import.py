@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 import textwrap
@@ -68,6 +69,14 @@ def imported(path: Path) -> list[tuple[int, str]]:
 def test_the_walk_finds_the_core() -> None:
     """Or the tests of this file would hold of nothing."""
     assert {"errors", "formats", "reference", "backends", "ops", "linear"} <= {top for top, _ in modules()}
+
+
+def test_the_order_that_contributors_are_told_is_this_one() -> None:
+    text = (Path(__file__).parents[1] / "CONTRIBUTING.md").read_text()
+    told = re.findall("`([a-z_]+)`", text[text.index("`cli` >") : text.index("A test holds that")])
+    levels = [LEVEL[name] for name in told if name != "evaluate"]
+    assert sorted(levels, reverse=True) == levels
+    assert set(told) == set(ORDER)
 
 
 def placed() -> dict[str, float]:

@@ -28,6 +28,9 @@ E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -
 E8M0_RULES = ("even", "floor", "ceil", "rceil")
 """How a group's amax becomes a power of two. EVEN is what compressed-tensors files mean, FLOOR the OCP document's."""
 
+E8M0_THRESHOLDS = {"even": 0x5FFFFF, "floor": 0x7FFFFF, "ceil": 0, "rceil": 0x400000}
+"""For each rule the mantissa bits of a group's amax (fp32) above which the power of two goes up by one."""
+
 RECIPES = ("checkpoint", "token", "qutlass")
 """Where the NVFP4 encode scale of activations comes from: the file, each row's amax, or QuTLASS's constant 6."""
 

@@ -19,13 +19,15 @@ def version(package: str) -> str:
 
 
 def processor() -> str:
-    """The CPU's name where the system tells it, its instruction set as torch uses it."""
+    """The CPU's name where the system tells it, its instruction set as torch uses it, and whether that has bf16."""
     try:
         lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
     except OSError:
         lines = []
     named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{named[0] if named else platform.machine()}, {torch.backends.cpu.get_cpu_capability()}"
+    wide = torch.backends.cpu.get_cpu_capability()
+    bf16 = wide.startswith("AVX512") and getattr(torch.cpu, "_is_avx512_bf16_supported", bool)()
+    return f"{named[0] if named else platform.machine()}, {wide}{'-BF16' if bf16 else ''}"
 
 
 def gpus() -> list[tuple[str, tuple[int, int], int]]:

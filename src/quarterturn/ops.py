@@ -269,8 +269,7 @@ def _quantizer(
 
 
 def _tensor_scale_like(x: Tensor, quantizer: Quantizer) -> Tensor:
-    per_row = quantizer.recipe == "token" and quantizer.format.has_tensor_scale
-    return x.new_empty((compose.row_count(x) if per_row else 1,), dtype=torch.float32)
+    return x.new_empty((compose.row_count(x) if quantizer.per_row else 1,), dtype=torch.float32)
 
 
 def _swizzle_scales(run: bool, scales: Tensor) -> Tensor:

@@ -225,7 +225,7 @@ def _encode(z: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor]:
 
 
 def _tensor_scale(parts: list[Tensor], x: Tensor, quantizer: Quantizer) -> Tensor:
-    if quantizer.recipe == "token" and quantizer.format.has_tensor_scale:
+    if quantizer.per_row:
         return torch.cat(parts).view(-1) if parts else torch.empty(0, dtype=torch.float32, device=x.device)
     return _encode(x[:0].float(), quantizer)[1].view(1)
 

@@ -12,6 +12,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from ..formats import E8M0_THRESHOLDS
 from ..kernels import cpu_build
 from .factors import WIDE, factors_of
 from .kept import Kept
@@ -20,8 +21,6 @@ from .protocol import Blocks, Layer, Quantizer, Weight
 DTYPE = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _FORMAT = {"nvfp4": 0, "mxfp4": 1}
 _ROTATE_ONLY = -1
-# The mantissa bits of a group's amax above which the power of two goes up by one, for each E8M0 rule.
-_RULE = {"even": 0x5FFFFF, "floor": 0x7FFFFF, "ceil": 0, "rceil": 0x400000}
 _ENCODE_QUTLASS = torch.full((1,), 6.0, dtype=torch.float32, device="cpu")
 
 
@@ -50,9 +49,9 @@ class Native:
         if quantizer is not None:
             s, fmt = self._struct, quantizer.format
             checkpoint = quantizer.recipe == "checkpoint" and fmt.has_tensor_scale
-            s.format, s.rule, s.group = _FORMAT[fmt.name], _RULE[quantizer.rule], fmt.group_size
+            s.format, s.rule, s.group = _FORMAT[fmt.name], E8M0_THRESHOLDS[quantizer.rule], fmt.group_size
             s.encode = self._keep(quantizer.encode_scale if checkpoint else _ENCODE_QUTLASS)
-            self.per_row = quantizer.recipe == "token" and fmt.has_tensor_scale
+            self.per_row = quantizer.per_row
             s.token = self.per_row
         return self
 

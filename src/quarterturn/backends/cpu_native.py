@@ -74,7 +74,7 @@ def rotate_quantize(
     x: Tensor, blocks: Blocks | None, quantizer: Quantizer, scale_layout: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     """x (M, K) -> packed codes (M, K/2), scale bytes in the layout, tensor scale (1,) or (M,)."""
-    if _reproduces_qutlass_mxfp4(quantizer):
+    if quantizer.is_qutlass_mxfp4:
         return any_torch.rotate_quantize(x, blocks, quantizer, scale_layout)
     x, blocks = _for_kernels(x, blocks, torch.float32)
     codes, scale, tensor_scale = _codes(x, _input_side(x, blocks, quantizer), quantizer.format)
@@ -85,7 +85,7 @@ def rotate_quantize_dequantize(
     x: Tensor, blocks: Blocks | None, quantizer: Quantizer, out_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """x (M, K) -> e2m1 * block_scale (M, K) of out_dtype, exact, and the tensor scale (1,) or (M,)."""
-    if _reproduces_qutlass_mxfp4(quantizer):
+    if quantizer.is_qutlass_mxfp4:
         return any_torch.rotate_quantize_dequantize(x, blocks, quantizer, out_dtype)
     x, blocks = _for_kernels(x, blocks, torch.float32)
     out = torch.empty(x.shape, dtype=out_dtype, device="cpu")
@@ -121,14 +121,15 @@ def operand(x: Tensor, layer: Layer) -> Operand:
     (m, k), dtype = x.shape, x.dtype
     # Quantized values are exact in every dtype, so they go straight into the one that the product wants.
     values_dtype = any_torch.product_dtype(x, weight)
-    if quantizer is not None and _reproduces_qutlass_mxfp4(quantizer):
+    if quantizer is not None and quantizer.is_qutlass_mxfp4:
         values, tensor_scale = any_torch.rotate_quantize_dequantize(x, blocks, quantizer, values_dtype)
         return Operand(values, None, tensor_scale, m, dtype)
     x, blocks = _for_kernels(x, blocks, dtype if quantizer is None else torch.float32)
     if quantizer is not None and _own_product(m, weight, True):
         codes, scale, tensor_scale = _codes(x, native(layer, k), quantizer.format)
         return Operand(codes, scale, tensor_scale, m, dtype, CODES)
-    # Two bytes hold every value of NVFP4; those of MXFP4 reach below what tiles tell from zero.
+    # bf16 holds every value of NVFP4, and of MXFP4 all but those below 2^-126, which tiles take for zero: inputs of
+    # bf16 are multiplied in no other way there, those of more bits are.
     exact = dtype == torch.bfloat16 or (quantizer is not None and quantizer.format.has_tensor_scale)
     if _in_tiles(m, weight, exact):
         tiles, scale_of_tensor = _tiles(x, native(layer, k))
@@ -160,7 +161,7 @@ def together(layers: Sequence[Layer]) -> Together | None:
     turned, quantizer = first.output_blocks is not None, first.quantizer
     if (
         first.weight.block_scale is None
-        or (quantizer is not None and _reproduces_qutlass_mxfp4(quantizer))
+        or (quantizer is not None and quantizer.is_qutlass_mxfp4)
         or any((layer.output_blocks is not None) != turned for layer in layers)
     ):
         return None
@@ -215,10 +216,6 @@ def _has_tiles() -> bool:
 def _tiles_allowed(kernels: ctypes.CDLL) -> bool:
     """Whether these kernels were compiled for tiles, and the system grants them."""
     return bool(kernels.qt_amx_ready())
-
-
-def _reproduces_qutlass_mxfp4(quantizer: Quantizer) -> bool:
-    return quantizer.recipe == "qutlass" and not quantizer.format.has_tensor_scale
 
 
 def _for_kernels(x: Tensor, blocks: Blocks | None, dtype: torch.dtype) -> tuple[Tensor, Blocks | None]:

@@ -12,15 +12,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..formats import INV6, MXFP4
+from ..formats import E8M0_THRESHOLDS, INV6, MXFP4
 from ..kernels import CODES, ROTATED, VALUES
 from ..layouts import BLOCKED_128x4
 from ..settings import triton_interprets
 from .gpu_pieces import pieces_of
 from .protocol import Blocks, Quantizer
-
-# What an E8M0 rule adds to the bits of an amax, so that its mantissa carries into the exponent from a threshold on.
-_RULE_ADD = {"even": 0x200000, "floor": 0, "ceil": 0x7FFFFF, "rceil": 0x3FFFFF}
 
 
 @dataclass
@@ -49,7 +46,7 @@ class Task:
 
     @property
     def by_row(self) -> bool:
-        return self.quantizer is not None and per_row(self.quantizer)
+        return self.quantizer is not None and self.quantizer.per_row
 
 
 @cache
@@ -66,11 +63,6 @@ def triton_version() -> tuple[int, int] | None:
 HOPPER_TRITON = ((3, 6),)
 """The versions that the Hopper kernel was run with: Gluon and the way to launch it may change with any other, where the
 portable kernel is taken."""
-
-
-def per_row(quantizer: Quantizer) -> bool:
-    """Whether every row has a tensor scale of its own."""
-    return quantizer.recipe == "token" and quantizer.format.has_tensor_scale
 
 
 def encode_scale(quantizer: Quantizer | None, device: torch.device) -> Tensor:
@@ -201,7 +193,7 @@ class PortableConfig(NamedTuple):
         return {
             "SIZE": self.size, "PIECES": self.pieces, "WIDTH": max(64, self.size), "BLOCK_M": block_m,
             "GROUP": self.group, "OUTPUT": self.output, "BLOCKED": self.blocked, "TOKEN": self.by_row,
-            "RULE_ADD": _RULE_ADD[self.rule], "HARDWARE": self.hardware, "INTERPRETED": triton_interprets(),
+            "RULE_ADD": 0x7FFFFF - E8M0_THRESHOLDS[self.rule], "HARDWARE": self.hardware, "INTERPRETED": triton_interprets(),
             "num_warps": 8 if crowded else 4, "enable_fp_fusion": False,
         }  # fmt: skip
 

@@ -16,13 +16,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..formats import MXFP4
 from ..kernels import CODES, ROTATED, VALUES
 from ..layouts import BLOCKED_128x4
 from ..settings import triton_interprets
 from ..tensor import FP4Tensor
 from . import any_torch
-from .gpu_launch import Task, encode_scale, launch, per_row, triton_version
+from .gpu_launch import Task, encode_scale, launch, triton_version
 from .gpu_launch import capability as capability_of
 from .protocol import Blocks, Problem, Quantizer, Weight
 
@@ -73,7 +72,7 @@ def rotate_quantize(
     x: Tensor, blocks: Blocks | None, quantizer: Quantizer, scale_layout: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     """x (M, K) -> packed codes (M, K/2), scale bytes in the layout, tensor scale (1,) or (M,)."""
-    if _reproduces_qutlass_mxfp4(quantizer):
+    if quantizer.is_qutlass_mxfp4:
         return any_torch.rotate_quantize(x, blocks, quantizer, scale_layout)
     m, k = x.shape
     fmt, blocked = quantizer.format, scale_layout == BLOCKED_128x4.name
@@ -91,7 +90,7 @@ def rotate_quantize_dequantize(
     x: Tensor, blocks: Blocks | None, quantizer: Quantizer, out_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """x (M, K) -> e2m1 * block_scale (M, K) of out_dtype, exact, and the tensor scale (1,) or (M,)."""
-    if _reproduces_qutlass_mxfp4(quantizer):
+    if quantizer.is_qutlass_mxfp4:
         return any_torch.rotate_quantize_dequantize(x, blocks, quantizer, out_dtype)
     x, blocks = _fusable(x, blocks)
     out = torch.empty(x.shape, dtype=out_dtype, device=x.device)
@@ -113,10 +112,6 @@ def matmul(
     return any_torch.matmul(x, x_block_scale, x_tensor_scale, weight, bias, out_dtype)
 
 
-def _reproduces_qutlass_mxfp4(quantizer: Quantizer) -> bool:
-    return quantizer.recipe == "qutlass" and quantizer.format is MXFP4
-
-
 def _fusable(x: Tensor, blocks: Blocks | None) -> tuple[Tensor, Blocks | None]:
     """Turned already, in fp32, where the kernels do not turn it."""
     if blocks is None or _fuses(x, blocks):
@@ -135,7 +130,7 @@ def fuses(size: int, dtype: torch.dtype, capability: tuple[int, int]) -> bool:
 
 def _tensor_scale(m: int, quantizer: Quantizer, x: Tensor) -> Tensor:
     """Room for it; where there is no row to launch for, what it is."""
-    if per_row(quantizer):
+    if quantizer.per_row:
         return torch.empty(m, dtype=torch.float32, device=x.device)
     if m:
         return torch.empty(1, dtype=torch.float32, device=x.device)

@@ -47,6 +47,16 @@ class Quantizer:
     recipe: str = "checkpoint"
     rule: str = "even"
 
+    @property
+    def per_row(self) -> bool:
+        """Whether each row has a tensor scale of its own."""
+        return self.recipe == "token" and self.format.has_tensor_scale
+
+    @property
+    def is_qutlass_mxfp4(self) -> bool:
+        """Whether it reproduces QuTLASS's MXFP4, whose scales and codes follow rules of their own."""
+        return self.recipe == "qutlass" and not self.format.has_tensor_scale
+
 
 @dataclass(frozen=True)
 class Weight:

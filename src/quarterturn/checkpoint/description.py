@@ -55,8 +55,11 @@ def _contents(checkpoint: Checkpoint) -> dict[str, Any]:
         rows[(spec.name.rsplit(".", 1)[-1], spec.format.name, width, spec.n, spec.k, first.size if first else None,
               last.size if last else None, spec.has_bias)] += 1  # fmt: skip
     keys = ("name", "format", "arithmetic", "n", "k", "input_transform", "output_transform", "bias")
+    # What stands for the weights: codes and scales. A bias is stored beside them as in any other model.
     packed = sum(
-        info.nbytes for name, info in checkpoint.tensors.items() if name.rpartition(".")[0] in checkpoint.layers
+        info.nbytes
+        for name, info in checkpoint.tensors.items()
+        if name.rpartition(".")[0] in checkpoint.layers and not name.endswith(".bias")
     )
     weights = sum(spec.n * spec.k for spec in checkpoint.layers.values())
     types = {scheme.name: scheme.type for scheme in checkpoint.quant.schemes}

@@ -16,11 +16,11 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 
+from ..formats import E8M0_THRESHOLDS
+
 _INFINITY, _NAN, _MAX = 0x7F800000, 0x7FFFFFFF, 0x7F7FFFFF
 _ROUND = 2.0**23
 _SIXTH = 0x3E2AAAAB
-# The mantissa bits of a group's amax above which the power of two goes up by one, for each E8M0 rule.
-E8M0_THRESHOLDS = {"even": 0x5FFFFF, "floor": 0x7FFFFF, "ceil": 0, "rceil": 0x400000}
 
 
 def constant(value: float | int) -> str:
