@@ -18,7 +18,7 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 from ahead_of_time import CAPABILITIES, Compiled, Instruction, compile_kernel
 from quarterturn.backends.gpu_launch import HopperConfig, PortableConfig, Tiling, tiling
 from quarterturn.backends.gpu_triton import FUSED_SIZES, fuses
-from quarterturn.kernels import CODES, ROTATED, VALUES, ptx
+from quarterturn.kernels import CODES, ROTATED, VALUES
 from quarterturn.kernels.rotate_quantize import rotate_quantize
 from quarterturn.kernels.rotate_quantize_hopper import RUN, amax_asm, quantize_asm, rotate_quantize_hopper
 
@@ -262,7 +262,7 @@ def test_instructions_a_value(name: str) -> None:
 def asm_texts() -> list[str]:
     """Every text that a configuration can put together."""
     texts = [amax_asm(output, repair, half)[0] for output in RUN for repair in (0, 16, 32) for half in (False, True)]
-    for (group, rule), output in itertools.product([(16, "even"), *((32, r) for r in ptx.E8M0_THRESHOLDS)], RUN):
+    for (group, rule), output in itertools.product([(16, "even"), *((32, r) for r in E8M0_RULES)], RUN):
         if output != ROTATED:
             texts += [quantize_asm(group, output, rule, r, half)[0] for r in (0, 16, 32) for half in (False, True)]
     return texts

@@ -20,15 +20,16 @@ import by_hand
 from ahead_of_time import compile_kernel
 from comparing import assert_equal_arrays
 from conftest import INTERPRETED
-from quarterturn.backends.gpu_launch import _RULE_ADD
 from quarterturn.backends.gpu_pieces import CODES
+from quarterturn.formats import E8M0_THRESHOLDS
 from quarterturn.kernels import ptx
 from quarterturn.kernels.rotate_quantize import _packed, _scaled, e4m3_value
 from quarterturn.kernels.rotate_quantize_hopper import quantize_asm
 
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 BLOCK, CHUNK = 256, 1 << 24
-RULES = tuple(_RULE_ADD)
+RULE_ADD = {rule: 0x7FFFFF - threshold for rule, threshold in E8M0_THRESHOLDS.items()}
+RULES = tuple(RULE_ADD)
 ENCODES = (1.0, 17.3, 2.0**-90, 2.0**-105, 2.0**105)
 """Encode scales of the short way, and beyond its ends. Scales times tensor scales stay normal numbers: where they do
 not, the text, which holds half a reciprocal, keeps one bit more or less than the plain form."""
@@ -227,7 +228,7 @@ def test_scales_and_codes_of_groups_of_every_amax(name: str, rule: str, encode: 
     grid = (CHUNK // BLOCK,)
     for first in range(0, 1 << 31, CHUNK):
         groups_by_triton[grid](
-            words[0].view(torch.int32), scales[0], first, *of_triton, by_hand.GROUP[name], _RULE_ADD[rule], BLOCK,
+            words[0].view(torch.int32), scales[0], first, *of_triton, by_hand.GROUP[name], RULE_ADD[rule], BLOCK,
             enable_fp_fusion=False,
         )  # fmt: skip
         groups_by_ptx[grid](words[1], scales[1], first, *of_ptx, text, constraints, BLOCK, enable_fp_fusion=False)
@@ -288,7 +289,7 @@ def test_a_sample_of_groups_by_hand(name: str, rule: str, encode: float) -> None
         scale = torch.empty(BLOCK, dtype=torch.uint8, device=DEVICE)
         groups_by_triton[(1,)](
             words.view(torch.int32), scale, first, *group_arguments(name, encode)[0], size,
-            _RULE_ADD[rule], BLOCK, enable_fp_fusion=False,
+            RULE_ADD[rule], BLOCK, enable_fp_fusion=False,
         )  # fmt: skip
         with np.errstate(all="ignore"):
             amax = numbers(first, BLOCK).cpu().numpy()
@@ -319,7 +320,7 @@ def test_what_a_gpu_would_compare_compiles() -> None:
             groups_by_ptx, text | {"width": "i32"}, {"ASM": asm, "CONSTRAINTS": constraints, "BLOCK": BLOCK}, 90
         )
         assert ("F2FP" in built.sass_counts) == (name == "nvfp4")
-        constants = {"GROUP": by_hand.GROUP[name], "RULE_ADD": _RULE_ADD[rule], "BLOCK": BLOCK}
+        constants = {"GROUP": by_hand.GROUP[name], "RULE_ADD": RULE_ADD[rule], "BLOCK": BLOCK}
         built = compile_kernel(groups_by_triton, plain, constants, 90, enable_fp_fusion=False)
         assert not [name for name in built.ptx_counts if name.startswith("fma.")]
     built = compile_kernel(

@@ -193,8 +193,8 @@ class PortableConfig(NamedTuple):
         return {
             "SIZE": self.size, "PIECES": self.pieces, "WIDTH": max(64, self.size), "BLOCK_M": block_m,
             "GROUP": self.group, "OUTPUT": self.output, "BLOCKED": self.blocked, "TOKEN": self.by_row,
-            "RULE_ADD": 0x7FFFFF - E8M0_THRESHOLDS[self.rule], "HARDWARE": self.hardware, "INTERPRETED": triton_interprets(),
-            "num_warps": 8 if crowded else 4, "enable_fp_fusion": False,
+            "RULE_ADD": 0x7FFFFF - E8M0_THRESHOLDS[self.rule], "HARDWARE": self.hardware,
+            "INTERPRETED": triton_interprets(), "num_warps": 8 if crowded else 4, "enable_fp_fusion": False,
         }  # fmt: skip
 
 
