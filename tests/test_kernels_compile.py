@@ -18,6 +18,7 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 from ahead_of_time import CAPABILITIES, Compiled, Instruction, compile_kernel
 from quarterturn.backends.gpu_launch import HopperConfig, PortableConfig, Tiling, tiling
 from quarterturn.backends.gpu_triton import FUSED_SIZES, fuses
+from quarterturn.formats import E8M0_RULES
 from quarterturn.kernels import CODES, ROTATED, VALUES
 from quarterturn.kernels.rotate_quantize import rotate_quantize
 from quarterturn.kernels.rotate_quantize_hopper import RUN, amax_asm, quantize_asm, rotate_quantize_hopper
