@@ -179,8 +179,8 @@ def relative_change(new: Judgement, old: Judgement) -> tuple[float, float]:
 
     The error comes from the paired differences per window; NaN for fewer than two windows.
     """
-    both = torch.tensor([new.window_nll, old.window_nll], dtype=torch.float64, device="cpu")
-    differences = both[0] - both[1]
+    means = [torch.tensor(one.window_nll, dtype=torch.float64, device="cpu") for one in (new, old)]
+    differences = means[0] - means[1]
     spread = float(differences.std()) / math.sqrt(len(differences)) if len(differences) > 1 else math.nan
     change = math.expm1(new.mean_nll - old.mean_nll)
     return change, (1 + change) * spread
