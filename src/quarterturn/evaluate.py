@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -236,10 +237,11 @@ def speed(model: PreTrainedModel, prompt: Tensor, new_tokens: int = 32) -> Speed
     began = _now(model.device)
     out = model(input_ids=ids, use_cache=True)
     prefill = _now(model.device) - began
+    cache = "cache" if "cache" in signature(model.forward).parameters else "past_key_values"  # from 5.24 on
     began = _now(model.device)
     for _ in range(new_tokens):
         token = out.logits[:, -1:].argmax(-1)
-        out = model(input_ids=token, past_key_values=out.past_key_values, use_cache=True)
+        out = model(input_ids=token, use_cache=True, **{cache: out.past_key_values})
     decode = _now(model.device) - began
     return Speed(ids.shape[1], new_tokens, ids.shape[1] / prefill, new_tokens / decode)
 

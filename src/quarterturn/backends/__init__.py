@@ -102,8 +102,8 @@ def select(
         operation,
         f"backend '{requested}' cannot run this{' layer' if problem is not None else ''} here.",
         layer=layer,
-        needs=[(f"'{name}' to have no reason against it", "; ".join(reasons)) for name, reasons in rejected.items()],
-        do="choose backend='auto', or cure the reason",
+        needs=[(f"'{name}' to run here", f"that it {'; '.join(reasons)}") for name, reasons in rejected.items()],
+        do="choose backend 'auto', or cure the reason",
         kind=BackendRefusal,
     )
 

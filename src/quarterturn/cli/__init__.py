@@ -55,8 +55,11 @@ def _run(arguments: Sequence[str] | None) -> None:
         sys.exit(130)
     except BrokenPipeError:
         raise
-    except (Refusal, OSError) as error:
-        _fail(str(error) or type(error).__name__, debug)
+    except Refusal as error:
+        _fail(str(error), debug)
+    except OSError as error:
+        named = f"{error.strerror}: {error.filename}\n  do check the path and its permissions"
+        _fail(named if error.strerror and error.filename else str(error) or type(error).__name__, debug)
     except Exception as error:
         # Our bug, or a library's refusal that nobody translated: still no traceback unless asked for.
         text = f"{type(error).__name__}: {str(error).strip() or 'no message'}"

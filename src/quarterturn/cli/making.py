@@ -111,7 +111,7 @@ def demo(
     _need_matplotlib()
     from ..demo_model import demo_model
 
-    with work("converting SmolLM2 from GGUF (once; about 40 s)"):
+    with work("opening SmolLM2 (converted from GGUF the first time, about 40 s)"):
         folder = demo_model()
     transforms = ["none", "hadamard", "random-hadamard"]
     _compare(folder, out_, list(FORMATS), transforms, "fp4", None, "", None, tokens, 256, PROMPT, True, as_json)

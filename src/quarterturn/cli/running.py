@@ -27,7 +27,7 @@ Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 ...")]
 DType = Annotated[str, typer.Option(help="auto (the file's), float32, bfloat16 or float16.")]
 Activations = Annotated[str, typer.Option(help="checkpoint (as the file says) or bf16 (left unquantized).")]
 Backend = Annotated[str, typer.Option(help="auto, or a backend of `quarterturn doctor`.")]
-Weights = Annotated[str, typer.Option(help="auto, packed (4.5 bits a value) or decoded (16 bits, faster decoding).")]
+Weights = Annotated[str, typer.Option(help="auto, packed (4.5 bits a value) or decoded (16 bits a value).")]
 
 
 def generate(

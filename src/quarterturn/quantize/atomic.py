@@ -44,7 +44,7 @@ def check_target(target: Path, overwrite: bool, source: Path | None = None) -> N
     if not any(target.iterdir()):
         return
     if not overwrite:
-        found, remedy = "a folder that is not empty", "name another folder, or pass overwrite=True"
+        found, remedy = "a folder that is not empty", "name another folder, or pass overwrite=True (--overwrite)"
         raise _refuse(target, "a folder that does not exist", found, remedy)
     if not (target / "config.json").is_file():
         raise _refuse(
