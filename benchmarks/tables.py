@@ -56,11 +56,15 @@ def _cell(record: dict[str, Any] | None) -> str:
 def _origin(records: list[dict[str, Any]]) -> str:
     first = records[0]
     ratios = sorted(r["compiled_us"] / r["us"] for r in records if "compiled_us" in r and r["rows"] >= 4096)
-    against = f" Compiled PyTorch takes {ratios[len(ratios) // 2]:.1f} times as long (median)." if ratios else ""
+    middle, cases = (
+        ratios[len(ratios) // 2] if ratios else 0.0,
+        "1 case" if len(ratios) == 1 else f"{len(ratios)} cases",
+    )
+    against = f" Compiled PyTorch takes {middle:.1f} times as long (median of {cases})." if ratios else ""
     cost = next((r["host_us"]["packed"] for r in records if r["form"] == "launch"), None)
-    host = f" A call costs {cost:.0f} µs of host time." if cost else ""
+    host = f" A call of the op cost {cost:.0f} µs of host time." if cost else ""
     return (
-        f"bf16 input, CUDA graphs, `make bench` on {first['gpu']}, driver {first['driver']}, torch {first['torch']}, "
+        f"bf16 input, CUDA graphs, `python -m benchmarks.gpu_rotate_quantize` on {first['gpu']}, driver {first['driver']}, torch {first['torch']}, "
         f"triton {first['triton']}, {first['date']}.{against}{host}"
     )
 

@@ -231,21 +231,9 @@ def rotate_quantize(
         first = 0
         while first < k:  # not `range`, whose bounds Triton's interpreter cannot take from arguments with NumPy 2.4
             z = _turned(
-                x_ptr,
-                x_stride,
-                pieces_ptr,
-                rows,
-                m,
-                first,
-                k,
-                factor,
-                SIZE,
-                PIECES,
-                WIDTH,
-                BLOCK_M,
-                GROUP,
+                x_ptr, x_stride, pieces_ptr, rows, m, first, k, factor, SIZE, PIECES, WIDTH, BLOCK_M, GROUP,
                 INTERPRETED,
-            )
+            )  # fmt: skip
             bits = tl.maximum(bits, _row_amax(z, BLOCK_M))
             first += WIDTH
         amax = bits.to(tl.float32, bitcast=True)
@@ -256,21 +244,9 @@ def rotate_quantize(
         first = 0
         while first < padded_cols * GROUP:
             z = _turned(
-                x_ptr,
-                x_stride,
-                pieces_ptr,
-                rows,
-                m,
-                first,
-                k,
-                factor,
-                SIZE,
-                PIECES,
-                WIDTH,
-                BLOCK_M,
-                GROUP,
+                x_ptr, x_stride, pieces_ptr, rows, m, first, k, factor, SIZE, PIECES, WIDTH, BLOCK_M, GROUP,
                 INTERPRETED,
-            )
+            )  # fmt: skip
             _write(
                 z, rows, m, first, k, out_ptr, scale_ptr, padded_rows, padded_cols, encode[:, None],
                 tensor_scale[:, None], WIDTH, BLOCK_M, GROUP, OUTPUT, BLOCKED, RULE_ADD, HARDWARE, INTERPRETED,
@@ -284,21 +260,9 @@ def rotate_quantize(
                 tl.store(tensor_scale_ptr + tl.arange(0, 1)[:, None], tensor_scale)
         first = tl.program_id(1) * WIDTH
         z = _turned(
-            x_ptr,
-            x_stride,
-            pieces_ptr,
-            rows,
-            m,
-            first,
-            k,
-            factor,
-            SIZE,
-            PIECES,
-            WIDTH,
-            BLOCK_M,
-            GROUP,
+            x_ptr, x_stride, pieces_ptr, rows, m, first, k, factor, SIZE, PIECES, WIDTH, BLOCK_M, GROUP,
             INTERPRETED,
-        )
+        )  # fmt: skip
         _write(
             z, rows, m, first, k, out_ptr, scale_ptr, padded_rows, padded_cols, encode, tensor_scale,
             WIDTH, BLOCK_M, GROUP, OUTPUT, BLOCKED, RULE_ADD, HARDWARE, INTERPRETED,
