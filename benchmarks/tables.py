@@ -63,10 +63,9 @@ def _origin(records: list[dict[str, Any]]) -> str:
     against = f" Compiled PyTorch takes {middle:.1f} times as long (median of {cases})." if ratios else ""
     cost = next((r["host_us"]["packed"] for r in records if r["form"] == "launch"), None)
     host = f" A call of the op cost {cost:.0f} µs of host time." if cost else ""
-    return (
-        f"bf16 input, CUDA graphs, `python -m benchmarks.gpu_rotate_quantize` on {first['gpu']}, driver {first['driver']}, torch {first['torch']}, "
-        f"triton {first['triton']}, {first['date']}.{against}{host}"
-    )
+    command = "`python -m benchmarks.gpu_rotate_quantize`"
+    machine = f"{first['gpu']}, driver {first['driver']}, torch {first['torch']}, triton {first['triton']}"
+    return f"bf16 input, CUDA graphs, {command} on {machine}, {first['date']}.{against}{host}"
 
 
 TABLES: dict[str, tuple[str, Callable[[list[dict[str, Any]]], str]]] = {
