@@ -83,8 +83,12 @@ def resolve(path: str | Path) -> Path:
         return folder
     looks_local = folder.exists() or str(path).startswith((".", "/", "~")) or str(path).count("/") != 1
     if looks_local:
-        found = "a file" if folder.is_file() else "nothing there"
-        raise refuse(path, "this is no checkpoint folder.", [("a folder with config.json", found)], "check the path")
+        found, remedy = "a file" if folder.is_file() else "nothing there", "check the path"
+        if folder.suffix == ".gguf":
+            remedy = (
+                "load it with Transformers (from_pretrained(folder, gguf_file=name)), save that, and name its folder"
+            )
+        raise refuse(path, "this is no checkpoint folder.", [("a folder with config.json", found)], remedy)
     try:
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HFValidationError
@@ -108,10 +112,12 @@ def read_json(file: Path) -> dict[str, Any]:
     try:
         parsed = json.loads(file.read_text("utf-8-sig"))
     except FileNotFoundError:
-        raise refuse(file, "the file is missing.", [(file.name, "no such file")], "fetch it again") from None
+        remedy = "check that this is a model's folder, or fetch the file again"
+        raise refuse(file, "the file is missing.", [(file.name, "no such file")], remedy) from None
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         needs = [("a JSON file", str(error))]
-        raise refuse(file, "the file cannot be read.", needs, "fetch it again") from error
+        remedy = "check who may read it" if isinstance(error, PermissionError) else "fetch it again"
+        raise refuse(file, "the file cannot be read.", needs, remedy) from error
     if not isinstance(parsed, dict):
         raise refuse(file, "the file is not an object.", [("a JSON object", type(parsed).__name__)], "fetch it again")
     return parsed

@@ -103,6 +103,9 @@ def tokenizer_of(path: Path | str, fallback: Path | str | None = None) -> PreTra
             return AutoTokenizer.from_pretrained(place)
         except (OSError, ValueError):
             continue
+    if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
+        raise refusal("tokenizer", "this is no model's folder.", file=path,
+                      needs=[("config.json", "no such file")], do="check the path")  # fmt: skip
     raise refusal("tokenizer", "there is no tokenizer in the folder.", file=path,
                   needs=[("tokenizer.json and tokenizer_config.json", "none that can be read")],
                   do="copy them from the original model")  # fmt: skip
