@@ -167,6 +167,125 @@ _NINE_FLOATS = gl.constexpr((gl.float32,) * 9)
 _FOUR_WORDS = gl.constexpr((gl.int32,) * 4)
 
 
+@gluon.jit
+def _write_codes(
+    acc, tile, out_ptr, scale_ptr, units, units_per_row, reciprocal, factor, amax_factor, encode, divisor, usual,
+    x_tile, matrix, BLOCK: gl.constexpr, WIDTH: gl.constexpr, GROUP: gl.constexpr, BLOCKED: gl.constexpr,
+    AMAX_ASM: gl.constexpr, AMAX_CONSTRAINTS: gl.constexpr, QUANTIZE_ASM: gl.constexpr,
+    QUANTIZE_CONSTRAINTS: gl.constexpr,
+):  # fmt: skip
+    """The accumulator (BLOCK, WIDTH) of a tile, quantized: 64 bits of codes a run of 16, a scale byte a group."""
+    z = acc.reshape([BLOCK, WIDTH // 64, 8, 4, 2]).permute((0, 1, 3, 2, 4))
+    # value i of each run: 16 tensors (BLOCK, WIDTH / 16), where they are
+    c0, c1, c2, c3 = _split4(z.reshape([BLOCK, WIDTH // 16, 2, 2, 2, 2]))
+    z0, z4, z8, z12 = _split4(c0)
+    z1, z5, z9, z13 = _split4(c1)
+    z2, z6, z10, z14 = _split4(c2)
+    z3, z7, z11, z15 = _split4(c3)
+    L: gl.constexpr = z0.type.layout
+    row = gl.arange(0, BLOCK, gl.SliceLayout(1, L))[:, None]
+    run = gl.arange(0, WIDTH // 16, gl.SliceLayout(0, L))[None, :]
+    offset = row * (WIDTH // 16) + run
+    inside = row < units - tile * BLOCK
+    first = gl.cast(tile, gl.int64) * (BLOCK * WIDTH)
+    amax = factor
+    if AMAX_ASM != "":
+        amax, z0, z1, z2, z3, z4, z5, z6, z7, z8, z9, z10, z11, z12, z13, z14, z15 = gl.inline_asm_elementwise(
+            AMAX_ASM,
+            AMAX_CONSTRAINTS,
+            [z0, z1, z2, z3, z4, z5, z6, z7, z8, z9, z10, z11, z12, z13, z14, z15]
+            + [factor, amax_factor, encode, divisor, usual, offset, x_tile, matrix],
+            dtype=_SEVENTEEN_FLOATS,
+            is_pure=True,
+            pack=1,
+        )
+        amax = _spread(amax, BLOCK, WIDTH // GROUP, GROUP // 16)
+    word, byte = gl.inline_asm_elementwise(
+        QUANTIZE_ASM,
+        QUANTIZE_CONSTRAINTS,
+        [z0, z1, z2, z3, z4, z5, z6, z7, z8, z9, z10, z11, z12, z13, z14, z15]
+        + [amax, amax_factor, encode, divisor, usual, offset, x_tile, matrix],
+        dtype=(gl.int64, gl.int32),
+        is_pure=True,
+        pack=1,
+    )
+    gl.store(out_ptr + first // 16 + offset, word, mask=inside)
+    writes = run % (GROUP // 16) == 0
+    group = run // (GROUP // 16)
+    if BLOCKED:
+        at = _blocked_address(tile * BLOCK + row, group, units_per_row, reciprocal, WIDTH // GROUP)
+        gl.store(scale_ptr + at, byte.to(gl.uint8), mask=writes & inside)
+    else:
+        at = row * (WIDTH // GROUP) + group
+        gl.store(scale_ptr + first // GROUP + at, byte.to(gl.uint8), mask=writes & inside)
+
+
+@gluon.jit
+def _write_values(
+    acc, tile, out_ptr, units, factor, amax_factor, encode, divisor, usual, x_tile, matrix, BLOCK: gl.constexpr,
+    WIDTH: gl.constexpr, GROUP: gl.constexpr, OUTPUT: gl.constexpr, STORE_LAYOUT: gl.constexpr, AMAX_ASM: gl.constexpr,
+    AMAX_CONSTRAINTS: gl.constexpr, QUANTIZE_ASM: gl.constexpr, QUANTIZE_CONSTRAINTS: gl.constexpr,
+):  # fmt: skip
+    """The accumulator (BLOCK, WIDTH) of a tile as numbers of 16 bits: e2m1 * block_scale, or as it is."""
+    z = acc.reshape([BLOCK, WIDTH // 32, 4, 4, 2]).permute((0, 1, 3, 2, 4))
+    # value i of each run: 8 tensors (BLOCK, WIDTH / 8), where they are
+    even, odd = z.reshape([BLOCK, WIDTH // 8, 2, 2, 2]).split()
+    z0, z2, z4, z6 = _split4(even)
+    z1, z3, z5, z7 = _split4(odd)
+    L: gl.constexpr = z0.type.layout
+    row = gl.arange(0, BLOCK, gl.SliceLayout(1, L))[:, None]
+    run = gl.arange(0, WIDTH // 8, gl.SliceLayout(0, L))[None, :]
+    offset = row * (WIDTH // 8) + run
+    first = gl.cast(tile, gl.int64) * (BLOCK * WIDTH)
+    amax = factor
+    if AMAX_ASM != "":
+        amax, z0, z1, z2, z3, z4, z5, z6, z7 = gl.inline_asm_elementwise(
+            AMAX_ASM,
+            AMAX_CONSTRAINTS,
+            [z0, z1, z2, z3, z4, z5, z6, z7] + [factor, amax_factor, encode, divisor, usual, offset, x_tile, matrix],
+            dtype=_NINE_FLOATS,
+            is_pure=True,
+            pack=1,
+        )
+    if OUTPUT == 1:
+        amax = _spread(amax, BLOCK, WIDTH // GROUP, GROUP // 8)
+        w0, w1, w2, w3 = gl.inline_asm_elementwise(
+            QUANTIZE_ASM,
+            QUANTIZE_CONSTRAINTS,
+            [z0, z1, z2, z3, z4, z5, z6, z7] + [amax, amax_factor, encode, divisor, usual, offset, x_tile, matrix],
+            dtype=_FOUR_WORDS,
+            is_pure=True,
+            pack=1,
+        )
+        words = _join4(w0, w1, w2, w3)
+        _store(out_ptr + first // 2, words, units - tile * BLOCK, STORE_LAYOUT, BLOCK, WIDTH // 8, 4)
+    else:
+        out: gl.constexpr = out_ptr.dtype.element_ty
+        halves = gl.join(_join4(z0, z2, z4, z6), _join4(z1, z3, z5, z7))
+        turned = (halves.reshape([BLOCK, WIDTH // 8, 8]) * factor).to(out)
+        _store(out_ptr + first, turned, units - tile * BLOCK, STORE_LAYOUT, BLOCK, WIDTH // 8, 8)
+
+
+@gluon.jit
+def _write_padding(
+    scale_ptr, pid, programs, units, padded_units, units_per_row, reciprocal, GROUPS: gl.constexpr,
+    num_warps: gl.constexpr,
+):  # fmt: skip
+    """Scales of zero for the rows behind the last, up to a multiple of 128."""
+    PL: gl.constexpr = gl.BlockedLayout([1], [32], [num_warps], [0])
+    BYTES_A_STORE: gl.constexpr = 4 if GROUPS >= 4 else 1
+    for start in range(units + pid * (32 * num_warps), padded_units, programs * (32 * num_warps)):
+        unit = start + gl.arange(0, 32 * num_warps, PL)
+        for group in gl.static_range(0, GROUPS, BYTES_A_STORE):
+            at = _blocked_address(unit, group, units_per_row, reciprocal, GROUPS)
+            zero = gl.full_like(unit, 0)
+            if BYTES_A_STORE == 4:
+                words = (scale_ptr + at).to(gl.pointer_type(gl.int32), bitcast=True)
+                gl.store(words, zero, mask=unit < padded_units)
+            else:
+                gl.store(scale_ptr + at, zero.to(gl.uint8), mask=unit < padded_units)
+
+
 @gluon.jit(
     do_not_specialize=[
         "units",
@@ -275,104 +394,23 @@ def rotate_quantize_hopper(
             stage = 0
             phase ^= 1
 
-        RUN: gl.constexpr = 16 if OUTPUT == 0 else 8
-        if OUTPUT == 0:
-            z = acc.reshape([BLOCK, WIDTH // 64, 8, 4, 2]).permute((0, 1, 3, 2, 4))
-        else:
-            z = acc.reshape([BLOCK, WIDTH // 32, 4, 4, 2]).permute((0, 1, 3, 2, 4))
-        # value i of each run: 16 or 8 tensors (BLOCK, WIDTH / RUN), where they are
-        if OUTPUT == 0:
-            c0, c1, c2, c3 = _split4(z.reshape([BLOCK, WIDTH // 16, 2, 2, 2, 2]))
-            z0, z4, z8, z12 = _split4(c0)
-            z1, z5, z9, z13 = _split4(c1)
-            z2, z6, z10, z14 = _split4(c2)
-            z3, z7, z11, z15 = _split4(c3)
-        else:
-            even, odd = z.reshape([BLOCK, WIDTH // 8, 2, 2, 2]).split()
-            z0, z2, z4, z6 = _split4(even)
-            z1, z3, z5, z7 = _split4(odd)
-        L: gl.constexpr = z0.type.layout
-        row = gl.arange(0, BLOCK, gl.SliceLayout(1, L))[:, None]
-        run = gl.arange(0, WIDTH // RUN, gl.SliceLayout(0, L))[None, :]
-        offset = row * (WIDTH // RUN) + run
-        inside = row < units - tile * BLOCK
-        first = gl.cast(tile, gl.int64) * (BLOCK * WIDTH)
         x_tile = gl.to_tensor(0).to(gl.int64)
         matrix = gl.to_tensor(0).to(gl.int64)
         if REPAIR:
-            x_tile = (x_ptr + first).to(gl.int64)
+            x_tile = (x_ptr + gl.cast(tile, gl.int64) * (BLOCK * WIDTH)).to(gl.int64)
             matrix = matrix_ptr.to(gl.int64)
-        amax = factor
-        rest = [factor, amax_factor, encode, divisor, usual, offset, x_tile, matrix]
         if OUTPUT == 0:
-            if AMAX_ASM != "":
-                amax, z0, z1, z2, z3, z4, z5, z6, z7, z8, z9, z10, z11, z12, z13, z14, z15 = gl.inline_asm_elementwise(
-                    AMAX_ASM,
-                    AMAX_CONSTRAINTS,
-                    [z0, z1, z2, z3, z4, z5, z6, z7, z8, z9, z10, z11, z12, z13, z14, z15] + rest,
-                    dtype=_SEVENTEEN_FLOATS,
-                    is_pure=True,
-                    pack=1,
-                )
-                amax = _spread(amax, BLOCK, WIDTH // GROUP, GROUP // 16)
-            word, byte = gl.inline_asm_elementwise(
-                QUANTIZE_ASM,
+            _write_codes(
+                acc, tile, out_ptr, scale_ptr, units, units_per_row, reciprocal, factor, amax_factor, encode, divisor,
+                usual, x_tile, matrix, BLOCK, WIDTH, GROUP, BLOCKED, AMAX_ASM, AMAX_CONSTRAINTS, QUANTIZE_ASM,
                 QUANTIZE_CONSTRAINTS,
-                [z0, z1, z2, z3, z4, z5, z6, z7, z8, z9, z10, z11, z12, z13, z14, z15]
-                + [amax, amax_factor, encode, divisor, usual, offset, x_tile, matrix],
-                dtype=(gl.int64, gl.int32),
-                is_pure=True,
-                pack=1,
-            )
-            gl.store(out_ptr + first // 16 + offset, word, mask=inside)
-            writes = run % (GROUP // 16) == 0
-            group = run // (GROUP // 16)
-            if BLOCKED:
-                at = _blocked_address(tile * BLOCK + row, group, units_per_row, reciprocal, WIDTH // GROUP)
-                gl.store(scale_ptr + at, byte.to(gl.uint8), mask=writes & inside)
-            else:
-                at = row * (WIDTH // GROUP) + group
-                gl.store(scale_ptr + first // GROUP + at, byte.to(gl.uint8), mask=writes & inside)
+            )  # fmt: skip
         else:
-            if AMAX_ASM != "":
-                amax, z0, z1, z2, z3, z4, z5, z6, z7 = gl.inline_asm_elementwise(
-                    AMAX_ASM,
-                    AMAX_CONSTRAINTS,
-                    [z0, z1, z2, z3, z4, z5, z6, z7] + rest,
-                    dtype=_NINE_FLOATS,
-                    is_pure=True,
-                    pack=1,
-                )
-            if OUTPUT == 1:
-                amax = _spread(amax, BLOCK, WIDTH // GROUP, GROUP // 8)
-                w0, w1, w2, w3 = gl.inline_asm_elementwise(
-                    QUANTIZE_ASM,
-                    QUANTIZE_CONSTRAINTS,
-                    [z0, z1, z2, z3, z4, z5, z6, z7]
-                    + [amax, amax_factor, encode, divisor, usual, offset, x_tile, matrix],
-                    dtype=_FOUR_WORDS,
-                    is_pure=True,
-                    pack=1,
-                )
-                words = _join4(w0, w1, w2, w3)
-                _store(out_ptr + first // 2, words, units - tile * BLOCK, STORE_LAYOUT, BLOCK, WIDTH // 8, 4)
-            else:
-                out: gl.constexpr = out_ptr.dtype.element_ty
-                halves = gl.join(_join4(z0, z2, z4, z6), _join4(z1, z3, z5, z7))
-                turned = (halves.reshape([BLOCK, WIDTH // 8, 8]) * factor).to(out)
-                _store(out_ptr + first, turned, units - tile * BLOCK, STORE_LAYOUT, BLOCK, WIDTH // 8, 8)
+            _write_values(
+                acc, tile, out_ptr, units, factor, amax_factor, encode, divisor, usual, x_tile, matrix, BLOCK, WIDTH,
+                GROUP, OUTPUT, STORE_LAYOUT, AMAX_ASM, AMAX_CONSTRAINTS, QUANTIZE_ASM, QUANTIZE_CONSTRAINTS,
+            )  # fmt: skip
     if BLOCKED:
-        # The padding: scales of zero for the rows behind the last.
-        PL: gl.constexpr = gl.BlockedLayout([1], [32], [num_warps], [0])
-        BYTES_A_STORE: gl.constexpr = 4 if WIDTH // GROUP >= 4 else 1
-        for start in range(units + pid * (32 * num_warps), padded_units, programs * (32 * num_warps)):
-            unit = start + gl.arange(0, 32 * num_warps, PL)
-            for group in gl.static_range(0, WIDTH // GROUP, BYTES_A_STORE):
-                at = _blocked_address(unit, group, units_per_row, reciprocal, WIDTH // GROUP)
-                zero = gl.full_like(unit, 0)
-                if BYTES_A_STORE == 4:
-                    gl.store(
-                        (scale_ptr + at).to(gl.pointer_type(gl.int32), bitcast=True), zero, mask=unit < padded_units
-                    )
-                else:
-                    gl.store(scale_ptr + at, zero.to(gl.uint8), mask=unit < padded_units)
+        _write_padding(
+            scale_ptr, pid, programs, units, padded_units, units_per_row, reciprocal, WIDTH // GROUP, num_warps
+        )
