@@ -44,6 +44,18 @@ def test_rotate_is_exact_where_arithmetic_is(kind: str, size: int, transpose: bo
 
 
 @grid(
+    small=lambda scale, size, dtype: size == 16,
+    scale=[1e-30, 1e-6, 1e5, 1e20],
+    size=[16, 128],
+    dtype=DTYPES,
+)
+def test_a_matrix_far_from_one_loses_nothing(scale: float, size: int, dtype: torch.dtype) -> None:
+    """fp16, of whose kind the pieces of a matrix are, holds neither such numbers nor their last bits."""
+    turn = (torch.randn(size, size) * scale, 1.0, False)
+    assert_rotates(torch.randn(33, 2 * size).to(dtype), turn, torch.float32)
+
+
+@grid(
     small=lambda kind, size, dtype: size in (48, 64) and kind == "dense",
     kind=["hadamard", "dense"],
     size=SIZES,

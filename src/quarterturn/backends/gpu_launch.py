@@ -284,7 +284,7 @@ def _launch_hopper(task: Task) -> None:
     x, pieces = task.x, pieces_of(task.blocks, task.x.dtype)
     operand, factor, blocked = pieces.hopper[task.output], pieces.factor, task.blocked
     count, width = operand.shape[0], operand.shape[2]
-    units, per_row = x.numel() // width, max(1, x.shape[1] // width)
+    units, per_row = x.numel() // width, x.shape[1] // width
     cut = tiling(width, count, task.output, units, _multiprocessors(x.device))
     half = x.dtype == torch.float16
     start = hopper_launcher(

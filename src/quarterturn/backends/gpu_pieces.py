@@ -34,14 +34,15 @@ class Pieces:
 def pieces_of(blocks: Blocks, dtype: torch.dtype) -> Pieces:
     """The kernels' form of a block, kept beside the matrix it was made of.
 
-    While a CUDA graph is being captured nothing can be looked at: the form is then made on the GPU, as part of the
-    graph, of as many pieces as any matrix may need. A matrix that was met before costs nothing there; what a graph has
-    captured stays as it was, and in memory, though the matrix be written to.
+    While a CUDA graph is being captured nothing can be looked at: for bf16 and fp32 the form is then made on the GPU,
+    as part of the graph, of as many pieces as any matrix may need (for fp16: `is_met` first). A matrix that was met
+    before costs nothing there; what a graph has captured stays as it was, and in memory, though the matrix be written
+    to.
     """
     matrix = blocks.matrix
     made = _KEPT.of(matrix)
     key = (blocks.factor, blocks.transpose, dtype)
-    capturing = matrix.is_cuda and torch.cuda.is_current_stream_capturing()
+    capturing = is_capturing(matrix)
     if key not in made:
         if capturing:
             return make_pieces(blocks, dtype, look=False)
@@ -54,6 +55,16 @@ def pieces_of(blocks: Blocks, dtype: torch.dtype) -> Pieces:
     return pieces
 
 
+def is_met(blocks: Blocks, dtype: torch.dtype) -> bool:
+    """Whether the form is kept already, so that nothing has to be looked at."""
+    return (blocks.factor, blocks.transpose, dtype) in _KEPT.of(blocks.matrix)
+
+
+def is_capturing(tensor: Tensor) -> bool:
+    """Whether a CUDA graph is being captured on the tensor's device."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
 _KEPT = Kept()
 _CAPTURED: dict[int, Pieces] = {}
 """What CUDA graphs may read, for as long as the process lives: a graph does not say when it goes."""
@@ -64,12 +75,16 @@ def make_pieces(blocks: Blocks, dtype: torch.dtype, look: bool = True) -> Pieces
 
     fp32 input is multiplied in float64 instead, by the one piece that the matrix then is. The sign of the factor and a
     power of two go over to the pieces, exactly: the whole of the factor's, so that no sum overflows which the factor
-    would bring back; for fp16, whose small numbers lose bits, 16 times more. look: read the matrix to choose, which
-    waits for the GPU; else take three pieces.
+    would bring back; for fp16, which has few exponents, as much as makes the largest entry 16 to 32. look: read the
+    matrix to choose, which waits for the GPU; else (not for fp16) take three pieces.
     """
     factor = float(torch.tensor(blocks.factor, dtype=torch.float32, device="cpu"))
-    power = math.frexp(factor)[1] - 1 + (4 if dtype == torch.float16 else 0)
     matrix = blocks.matrix.detach().float()
+    if dtype == torch.float16:
+        assert look
+        power = 5 - math.frexp(float(matrix.abs().max()))[1]
+    else:
+        power = math.frexp(factor)[1] - 1
     matrix = (matrix.T if blocks.transpose else matrix) * math.copysign(math.ldexp(1.0, power), factor)
     rest, pieces = matrix.double(), []
     enough = 2.0**-22 * float(rest.norm()) if look else 0.0
@@ -88,7 +103,8 @@ def make_pieces(blocks: Blocks, dtype: torch.dtype, look: bool = True) -> Pieces
 def _hopper_pieces(pieces: Tensor, output: int) -> Tensor:
     """(P, R, R) -> (P, W, W): entry [n, k] multiplies value k of a unit for column n of the product.
 
-    The order of the columns is that of rotate_quantize_hopper.column_order, as a permutation of digits.
+    wgmma leaves columns 8j + 2q + {0, 1} of every j in thread q of four. So that these are neighbours, 16 of them for
+    codes (8 bytes) and 8 for others (16 bytes), the digits (j, q, 0..1) of a column are (q, j, 0..1) of a value.
     """
     width = max(64, pieces.shape[1])
     wide = torch.stack([torch.block_diag(*[piece] * (width // piece.shape[0])) for piece in pieces])

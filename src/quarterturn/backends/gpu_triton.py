@@ -23,6 +23,7 @@ from ..tensor import FP4Tensor
 from . import any_torch
 from .gpu_launch import Task, encode_scale, launch, triton_version
 from .gpu_launch import capability as capability_of
+from .gpu_pieces import is_capturing, is_met
 from .protocol import Blocks, Problem, Quantizer, Weight
 
 NAME = "gpu_triton"
@@ -120,6 +121,8 @@ def _fusable(x: Tensor, blocks: Blocks | None) -> tuple[Tensor, Blocks | None]:
 
 
 def _fuses(x: Tensor, blocks: Blocks) -> bool:
+    if x.dtype == torch.float16 and is_capturing(x) and not is_met(blocks, x.dtype):
+        return False  # what fp16 needs to know of a matrix cannot be asked now
     return fuses(blocks.matrix.shape[0], x.dtype, capability_of(x.device) if x.is_cuda else (8, 0))
 
 

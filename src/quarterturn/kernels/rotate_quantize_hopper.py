@@ -1,7 +1,7 @@
 """Rotate + quantize on Hopper GPUs (sm_90), at the speed of memory.
 
-The input is one stream of values: blocks of R and groups of 16 or 32 are cut from it without regard to rows, so a tile
-is BLOCK units of WIDTH neighbouring values (64, or 128 for R = 128), a contiguous piece of memory. A few programs a
+The input is one stream of units of WIDTH neighbouring values (64, or 128 for R = 128), whole units a row. A tile is
+BLOCK units in turn, across the ends of rows: a contiguous piece of memory. A few programs a
 multiprocessor take tiles in turn:
 
     TMA copies a tile into shared memory       while earlier tiles are being worked on
@@ -9,7 +9,7 @@ multiprocessor take tiles in turn:
     each thread rounds its 16 neighbouring values (ptx.py) and stores their 8 bytes of codes and the scale byte
 
 R = 16 and 32 use a 64-wide block-diagonal matrix. Its columns are permuted so that the accumulators which wgmma leaves
-in a thread are runs of neighbours (`column_order`): no value has to change its thread before it is stored.
+in a thread are runs of neighbours (gpu_pieces.py): no value has to change its thread before it is stored.
 
 | x        | (M, K) bf16 or fp16, contiguous, 16-byte aligned, K a multiple of the width                        |
 | matrix   | (P, W, W) pieces of x's dtype, made by backends/gpu_pieces.py                                      |
@@ -40,18 +40,6 @@ RUN = {CODES: 16, VALUES: 8, ROTATED: 8}
 
 _OPERANDS = 8
 """Operands of the asm texts behind the values: amax, amax_factor, encode, divisor, usual, offset, tile, matrix."""
-
-
-def column_order(width: int, output: int) -> list[int]:
-    """The value of a unit that column n of the product is, so that a thread's accumulators are runs of neighbours."""
-    order = []
-    for n in range(width):
-        lane, pair, low = n // 2 % 4, n // 8 % 8, n % 2
-        if RUN[output] == 16:
-            order.append(n // 64 * 64 + lane * 16 + pair * 2 + low)
-        else:
-            order.append(n // 32 * 32 + lane * 8 + pair % 4 * 2 + low)
-    return order
 
 
 def amax_asm(output: int, repair: int, half: bool) -> tuple[str, str]:
@@ -332,8 +320,8 @@ def rotate_quantize_hopper(
     """One launch over `units` units of WIDTH values. x_desc and x_ptr are the same memory.
 
     padded_units: with blocked scales, the units of all rows up to a multiple of 128, whose scales are written as zero.
-    reciprocal: see _blocked_address. factor: what the accumulator
-    lacks. twice_inverse: 2 / factor. amax_factor: what an amax is multiplied by.
+    reciprocal: see _blocked_address. factor: what the accumulator lacks. twice_inverse: 2 / factor. amax_factor: what
+    an amax is multiplied by.
     """
     pid = gl.program_id(0)
     programs = gl.num_programs(0)
