@@ -16,7 +16,8 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 @pytest.mark.parametrize("size", [16, 32, 64, 128])
 def test_a_thread_of_the_product_holds_neighbours(size: int, output: int) -> None:
     """wgmma leaves thread q of four the columns 8j + 2q + {0, 1}: their values are runs of 16 (codes) or 8."""
-    pieces, width, run = torch.randn(2, size, size), max(64, size), 16 if output == CODES else 8
+    pieces, run = torch.randn(2, size, size), 16 if output == CODES else 8
+    width = max(64 if output == CODES else 32, size)
     made = _hopper_pieces(pieces, output)
     whole = torch.stack([torch.block_diag(*[piece] * (width // size)) for piece in pieces])
     value = [int(torch.nonzero((whole[0] == made[0, n].unsqueeze(1)).all(0))) for n in range(width)]

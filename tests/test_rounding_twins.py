@@ -24,7 +24,7 @@ from quarterturn.backends.gpu_pieces import CODES
 from quarterturn.formats import E8M0_THRESHOLDS
 from quarterturn.kernels import ptx
 from quarterturn.kernels.rotate_quantize import _packed, _scaled, e4m3_value
-from quarterturn.kernels.rotate_quantize_hopper import quantize_asm
+from quarterturn.kernels.rotate_quantize_hopper_asm import quantize_asm
 
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 BLOCK, CHUNK = 256, 1 << 24
@@ -69,6 +69,26 @@ def codes_by_ptx(out, first, ASM: tl.constexpr, BLOCK: tl.constexpr):
         pack=1,
     )  # fmt: skip
     tl.store(out + at, words)
+
+
+@triton.jit
+def values_by_ptx(out, first, ASM: tl.constexpr, BLOCK: tl.constexpr):
+    """out (n, 2) int64 <- e2m1 of the numbers whose bits are `first` and on, four of 16 bits a word."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    low, high = tl.inline_asm_elementwise(
+        ASM,
+        "=l,=l,f,f,f,f,f,f,f,f",
+        [
+            _numbers(first, at * 8), _numbers(first, at * 8 + 1), _numbers(first, at * 8 + 2),
+            _numbers(first, at * 8 + 3), _numbers(first, at * 8 + 4), _numbers(first, at * 8 + 5),
+            _numbers(first, at * 8 + 6), _numbers(first, at * 8 + 7),
+        ],
+        dtype=(tl.int64, tl.int64),
+        is_pure=True,
+        pack=1,
+    )  # fmt: skip
+    tl.store(out + at * 2, low)
+    tl.store(out + at * 2 + 1, high)
 
 
 @triton.jit
@@ -132,14 +152,29 @@ def reciprocals(out, byte, exponent, ASM: tl.constexpr, BLOCK: tl.constexpr):
 
 def codes_text(saturate: bool) -> str:
     """16 values -> codes, of the values as they are: r is half of what they are multiplied by."""
-    lines = [f"mov.f32 r, {ptx.constant(0.5)};", *ptx.codes("$0", saturate)]
+    z = [f"z{i}" for i in range(16)]
+    lines = [f"mov.f32 r, {ptx.constant(0.5)};", *ptx.codes(z[:8], "w0", saturate), *ptx.codes(z[8:], "w1", saturate)]
+    lines.append("mov.b64 $0, {w0, w1};")
     return ptx.block(lines, [f"${1 + i}" for i in range(16)])
+
+
+def values_text(half: bool, saturate: bool) -> str:
+    """8 values -> four words of two numbers, of the values as they are: r is a half, the scale 1."""
+    lines = [f"mov.f32 r, {ptx.constant(0.5)};", f"mov.f32 s, {ptx.constant(1.0)};"]
+    lines += ptx.values([f"w{i}" for i in range(4)], half, saturate)
+    lines += ["mov.b64 $0, {w0, w1};", "mov.b64 $1, {w2, w3};"]
+    return ptx.block(lines, [f"${2 + i}" for i in range(8)])
 
 
 def reciprocal_text() -> str:
     """(scale, divisor) -> r, by the short way."""
     one = ptx.constant(1.0)
-    lines = [f"mov.f32 z0, {one};", "mov.f32 a, $1;", *ptx.nvfp4_scale(1, one, one, "$2", "0x76"), "mov.f32 $0, r;"]
+    lines = [
+        f"mov.f32 z0, {one};",
+        "mov.f32 a, $1;",
+        *ptx.nvfp4_scale(ptx.clamp(["z0"]), one, one, "$2", "0x76"),
+        "mov.f32 $0, r;",
+    ]
     return ptx.block(lines)
 
 
@@ -215,6 +250,22 @@ def test_all_fp32_numbers_round_as_defined(way: str, most: float) -> None:
 
     for first in range(0, 1 << 32, CHUNK):
         assert_codes(by_triton if way == "triton" else by_ptx, first, CHUNK, most)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("saturate", "most"), [(False, 7.0), (True, 8.0)])
+def test_all_fp32_numbers_round_to_the_values_of_their_codes(dtype: torch.dtype, saturate: bool, most: float) -> None:
+    """2^32 patterns; magnitudes under 7 are all that groups hold, and under 8 where E8M0's rule may fall short."""
+    table = torch.tensor(np.concatenate([by_hand.E2M1[:8], -by_hand.E2M1[:8]]), dtype=dtype, device=DEVICE)
+    text = values_text(dtype == torch.float16, saturate)
+    words = torch.empty(CHUNK // 4, dtype=torch.int64, device=DEVICE)
+    for first in range(0, 1 << 32, CHUNK):
+        values_by_ptx[(CHUNK // 8 // BLOCK,)](words, first, text, BLOCK, enable_fp_fusion=False)
+        values = numbers(first, CHUNK)
+        want, got = table[expected(values).long()].view(torch.int16), words.view(torch.int16)
+        wrong = (got != want) & (values.abs() < most)
+        assert not wrong.any(), f"{int(wrong.sum())} from {first:#x}, first {values[wrong][0].item()!r}"
 
 
 @pytest.mark.gpu

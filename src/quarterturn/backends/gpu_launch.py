@@ -137,14 +137,14 @@ def hopper_takes(task: Task) -> bool:
         and x.dtype in (torch.bfloat16, torch.float16)
         and task.out.dtype in (torch.uint8, x.dtype)
         and x.shape[1] % _width(task) == 0
-        and x.numel() // _width(task) < 2**31 - 2**16
+        and x.numel() // 32 < 2**31 - 2**16
         and not (task.blocked and x.numel() // task.group >= 2**31 - 2**24)  # whose places it counts in 32 bits
         and not task.by_row
     )
 
 
 def _width(task: Task) -> int:
-    """Values in a unit of the Hopper kernel."""
+    """Values of which a row of the Hopper kernel is made: whole units, of 32, 64 or 128."""
     return 128 if task.blocks is not None and task.blocks.matrix.shape[0] == 128 else 64
 
 
@@ -200,21 +200,40 @@ class PortableConfig(NamedTuple):
 
 @dataclass(frozen=True)
 class Tiling:
-    """How the Hopper kernel is cut: units a tile, tiles in flight a program, warps, programs a multiprocessor."""
+    """How the Hopper kernel is cut: units a tile, tiles in flight a program, warps, programs a multiprocessor.
+
+    No tile in flight: a program has one tile, which its threads copy themselves. parts: programs that share a tile,
+    each with columns of its own. from_registers: x is multiplied from registers. pdl: the launch may begin while the
+    kernel before it still runs (programmatic dependent launch).
+    """
 
     block: int
     stages: int
     num_warps: int
     programs: int
+    parts: int = 1
+    from_registers: bool = False
+    pdl: bool = False
 
 
-def tiling(width: int, pieces: int, output: int, units: int, multiprocessors: int) -> Tiling:
-    """Measured on an H200 at 8192 x 8192; a few units are spread over as many programs as there can be.
+_FEW = 64 * 128
+"""Values a multiprocessor up to which there are few: each program then has one tile."""
+
+
+def few_columns(tiles: int, blocked: bool) -> int:
+    """Columns of a program where there are few values: fewer are fewer steps, but scatter the bytes of 128x4 scales."""
+    return 64 if blocked and tiles >= 32 else 32
+
+
+def few_tiling(width: int, columns: int) -> Tiling:
+    return Tiling(64, 0, 4, 4, parts=width // columns, pdl=True)
+
+
+def tiling(width: int, pieces: int, output: int) -> Tiling:
+    """Measured on an H200 at 8192 x 8192.
 
     No more programs than fit beside each other: one that waits for its place would do its tiles alone, at the end.
     """
-    if units < 128 * multiprocessors:
-        return Tiling(64, 1, 4 if width == 64 else 8, 4)
     cut = _TILINGS[width, pieces > 1, output]
     fit = _SHARED // (2 * width * (cut.block * cut.stages + width * pieces) + 1152)
     return cut if cut.programs <= fit else replace(cut, programs=fit)
@@ -227,14 +246,16 @@ _TILINGS = {
     (64, False, CODES): Tiling(64, 1, 4, 6),
     (64, True, CODES): Tiling(128, 1, 4, 4),
     (128, False, CODES): Tiling(64, 1, 4, 4),
-    (128, True, CODES): Tiling(64, 1, 8, 2),
-    (64, False, VALUES): Tiling(128, 1, 8, 2),
+    (128, True, CODES): Tiling(128, 1, 8, 2),
+    (32, True, VALUES): Tiling(128, 1, 4, 4, from_registers=True),
+    (64, False, VALUES): Tiling(64, 1, 4, 4),
     (64, True, VALUES): Tiling(64, 3, 4, 3),
-    (128, False, VALUES): Tiling(64, 1, 4, 3),
+    (128, False, VALUES): Tiling(64, 3, 8, 1),
     (128, True, VALUES): Tiling(64, 1, 4, 2),
-    (64, False, ROTATED): Tiling(128, 2, 4, 4),
+    (32, True, ROTATED): Tiling(128, 1, 4, 4, from_registers=True),
+    (64, False, ROTATED): Tiling(64, 1, 4, 4),
     (64, True, ROTATED): Tiling(128, 2, 4, 4),
-    (128, False, ROTATED): Tiling(64, 1, 8, 3),
+    (128, False, ROTATED): Tiling(64, 1, 4, 2, from_registers=True),
     (128, True, ROTATED): Tiling(64, 1, 8, 2),
 }
 """By the width of a unit, whether the matrix takes several pieces, and what is written."""
@@ -252,6 +273,7 @@ class HopperConfig(NamedTuple):
     group: int
     rule: str
     half: bool
+    near: bool
     tiling: Tiling
 
     @property
@@ -260,42 +282,55 @@ class HopperConfig(NamedTuple):
 
     def constants(self) -> dict[str, Any]:
         """The constexpr arguments of the kernel."""
-        from ..kernels import rotate_quantize_hopper as hopper
+        from ..kernels import rotate_quantize_hopper_asm as asm
+        from ..kernels.rotate_quantize_hopper_write import store_layout
 
         repair = self.size if self.size < self.width else 0
         amax = quantize = ("", "")
-        if (self.output == ROTATED and repair) or (self.output != ROTATED and self.group != hopper.RUN[self.output]):
-            amax = hopper.amax_asm(self.output, repair, self.half)
-        if self.output != ROTATED:
-            quantize = hopper.quantize_asm(self.group, self.output, self.rule, repair, self.half)
-        block, warps = self.tiling.block, self.tiling.num_warps
+        if self.output == CODES and self.width // self.tiling.parts == 32:
+            quantize = asm.quantize_pairs_asm(self.group, self.rule, repair, self.half, self.width)
+        else:
+            if (self.output == ROTATED and repair) or (self.output != ROTATED and self.group != asm.RUN[self.output]):
+                amax = asm.amax_asm(self.output, repair, self.half)
+            if self.output != ROTATED:
+                near = self.size if self.near else 0
+                quantize = asm.quantize_asm(self.group, self.output, self.rule, repair, self.half, near)
+        block, warps, columns = self.tiling.block, self.tiling.num_warps, self.width // self.tiling.parts
         words = 4 * self.output  # of a run of eight: int32 of two values, or values
         return {
             "WIDTH": self.width, "PIECES": self.pieces, "BLOCK": block, "STAGES": self.tiling.stages,
-            "OUTPUT": self.output, "BLOCKED": self.blocked, "GROUP": self.group,
-            "STORE_LAYOUT": hopper.store_layout(block, self.width, words, warps) if words else "",
-            "REPAIR": repair > 0, "AMAX_ASM": amax[0], "AMAX_CONSTRAINTS": amax[1], "QUANTIZE_ASM": quantize[0],
-            "QUANTIZE_CONSTRAINTS": quantize[1], "num_warps": warps,
+            "PARTS": self.tiling.parts, "FROM_REGISTERS": self.tiling.from_registers,
+            "PDL": self.tiling.pdl, "launch_pdl": self.tiling.pdl, "OUTPUT": self.output, "BLOCKED": self.blocked,
+            "GROUP": self.group,
+            "STORE_LAYOUT": store_layout(block, columns, words, warps) if words else "",
+            "REPAIR": repair > 0, "NEAR": self.near, "AMAX_ASM": amax[0], "AMAX_CONSTRAINTS": amax[1],
+            "QUANTIZE_ASM": quantize[0], "QUANTIZE_CONSTRAINTS": quantize[1], "num_warps": warps,
         }  # fmt: skip
 
 
 def _launch_hopper(task: Task) -> None:
     assert task.blocks is not None
     x, pieces = task.x, pieces_of(task.blocks, task.x.dtype)
-    operand, factor, blocked = pieces.hopper[task.output], pieces.factor, task.blocked
+    multiprocessors = _multiprocessors(x.device)
+    few = x.numel() < _FEW * multiprocessors
+    factor, blocked = pieces.factor, task.blocked
+    columns = few_columns(x.numel() // (64 * max(64, pieces.size)), blocked) if few else 0
+    order = VALUES if columns == 32 else task.output
+    operand = pieces.hopper[order]
+    near = pieces.near and order == CODES and task.group == 16
     count, width = operand.shape[0], operand.shape[2]
     units, per_row = x.numel() // width, x.shape[1] // width
-    cut = tiling(width, count, task.output, units, _multiprocessors(x.device))
+    cut = few_tiling(width, min(width, columns)) if few else tiling(width, count, task.output)
     half = x.dtype == torch.float16
     start = hopper_launcher(
-        HopperConfig(x.device, width, count, pieces.size, task.output, blocked, task.group, task.rule, half, cut)
+        HopperConfig(x.device, width, count, pieces.size, task.output, blocked, task.group, task.rule, half, near, cut)
     )
     padded = -(-x.shape[0] // 128) * 128 * per_row if blocked else units
-    programs = max(-(-units // cut.block), -(-(padded - units) // (32 * cut.num_warps)))
+    programs = max(-(-units // cut.block), -(-(padded - units) // (32 * cut.num_warps * cut.parts)))
     encode = encode_scale(task.quantizer, x.device)
     reciprocal = (2**32 - 1) // per_row  # as an int32
     start(
-        min(programs, _multiprocessors(x.device) * cut.programs),
+        programs * cut.parts if few else min(programs, multiprocessors * cut.programs),
         x, operand, pieces.matrix, task.out,
         encode if task.scale is None else task.scale, encode if task.tensor_scale is None else task.tensor_scale,
         encode, units, padded, per_row, reciprocal - 2**32 if reciprocal >= 2**31 else reciprocal,
@@ -326,11 +361,11 @@ def hopper_launcher(config: HopperConfig) -> Callable[..., None]:
     # Any memory will do to compile for: 16-byte aligned, as what the op allocates is and x was asked to be.
     like = torch.empty(count * width, width, dtype=config.dtype, device=config.device)
     fp32, byte = like.view(-1)[:128].view(torch.float32), like.view(torch.uint8)
-    layout, strides = NVMMASharedLayout(128, 16, 2), [width, 1]
+    layout, strides = NVMMASharedLayout(min(128, 2 * width), 16, 2), [width, 1]
     compiled = kernel.warmup(
         TensorDescriptor(like, [width, width], strides, [config.tiling.block, width], layout),
-        TensorDescriptor(like, [count * width, width], strides, [width, width], layout),
-        like, fp32, like.view(word), byte, fp32, fp32, 2, 2, 2, 2, 1.5, 1.5, 1.5, **constants, grid=(1,),
+        TensorDescriptor(like, [count * width, width], strides, [width // config.tiling.parts, width], layout),
+        like, like, fp32, like.view(word), byte, fp32, fp32, 2, 2, 2, 2, 1.5, 1.5, 1.5, **constants, grid=(1,),
     )  # fmt: skip
     compiled._init_handles()
     _share_all_memory(compiled.function)
@@ -342,7 +377,7 @@ def hopper_launcher(config: HopperConfig) -> Callable[..., None]:
         run(
             programs, 1, 1, stream_of(index), function, metadata, None, None, None,
             _Described(x, [x.numel() // width, width], strides), _Described(operand, [count * width, width], strides),
-            x, matrix, out, *rest, *constexprs,
+            x, operand, matrix, out, *rest, *constexprs,
         )  # fmt: skip
 
     return start

@@ -17,14 +17,16 @@ from .protocol import Blocks
 class Pieces:
     """A block matrix as the kernels multiply it: pieces (P, R, R) whose sum is the matrix, and the factor.
 
-    hopper: for each output, the pieces block-diagonal to a width of 64 at least, transposed, columns in its order.
-    matrix: fp32 (R, R), in the direction it is used.
+    hopper: for each output, the pieces block-diagonal to a unit's width, transposed, columns in its order.
+    matrix: fp32 (R, R), in the direction it is used. near: for codes, hopper has but two of three pieces; scales next
+    to a tie have to be made from the matrix.
     """
 
     pieces: Tensor
     hopper: dict[int, Tensor]
     matrix: Tensor
     factor: float
+    near: bool = False
 
     @property
     def size(self) -> int:
@@ -94,10 +96,11 @@ def make_pieces(blocks: Blocks, dtype: torch.dtype, look: bool = True) -> Pieces
         if look and float(rest.norm()) <= enough:
             break
     stacked = torch.stack(pieces)
-    hopper = {}
+    hopper, near = {}, len(pieces) > 2
     if matrix.is_cuda and torch.cuda.get_device_capability(matrix.device)[0] == 9 and dtype != torch.float32:
         hopper = {output: _hopper_pieces(stacked, output) for output in OUTPUTS}
-    return Pieces(stacked, hopper, matrix.contiguous(), math.ldexp(abs(factor), -power))
+        hopper[CODES] = hopper[CODES][:2]
+    return Pieces(stacked, hopper, matrix.contiguous(), math.ldexp(abs(factor), -power), near)
 
 
 def _hopper_pieces(pieces: Tensor, output: int) -> Tensor:
@@ -105,8 +108,10 @@ def _hopper_pieces(pieces: Tensor, output: int) -> Tensor:
 
     wgmma leaves columns 8j + 2q + {0, 1} of every j in thread q of four. So that these are neighbours, 16 of them for
     codes (8 bytes) and 8 for others (16 bytes), the digits (j, q, 0..1) of a column are (q, j, 0..1) of a value.
+    Several pieces of a small block are multiplied in units of 32, half the work of 64, where runs of 8 do.
     """
-    width = max(64, pieces.shape[1])
+    size = pieces.shape[1]
+    width = 32 if size <= 32 and len(pieces) > 1 and output != CODES else max(64, size)
     wide = torch.stack([torch.block_diag(*[piece] * (width // piece.shape[0])) for piece in pieces])
     pairs = 8 if output == CODES else 4
     digits = wide.view(-1, width, width // (8 * pairs), 4, pairs, 2).transpose(3, 4)
