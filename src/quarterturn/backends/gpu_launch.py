@@ -220,9 +220,12 @@ _FEW = 64 * 128
 """Values a multiprocessor up to which there are few: each program then has one tile."""
 
 
-def few_columns(tiles: int, blocked: bool) -> int:
-    """Columns of a program where there are few values: fewer are fewer steps, but scatter the bytes of 128x4 scales."""
-    return 64 if blocked and tiles >= 32 else 32
+def few_columns(tiles: int, blocked: bool, codes_of_two: bool) -> int:
+    """Columns of a program where there are few values: fewer are fewer steps, but scatter the bytes of 128x4 scales.
+
+    codes_of_two: codes that are made with two pieces of three are made in the same way whatever the number of rows.
+    """
+    return 64 if codes_of_two or (blocked and tiles >= 32) else 32
 
 
 def few_tiling(width: int, columns: int) -> Tiling:
@@ -314,10 +317,10 @@ def _launch_hopper(task: Task) -> None:
     multiprocessors = _multiprocessors(x.device)
     few = x.numel() < _FEW * multiprocessors
     factor, blocked = pieces.factor, task.blocked
-    columns = few_columns(x.numel() // (64 * max(64, pieces.size)), blocked) if few else 0
-    order = VALUES if columns == 32 else task.output
-    operand = pieces.hopper[order]
-    near = pieces.near and order == CODES and task.group == 16
+    of_two = pieces.near and task.output == CODES
+    columns = few_columns(x.numel() // (64 * max(64, pieces.size)), blocked, of_two) if few else 0
+    operand = pieces.hopper[VALUES if columns == 32 else task.output]
+    near = of_two and task.group == 16
     count, width = operand.shape[0], operand.shape[2]
     units, per_row = x.numel() // width, x.shape[1] // width
     cut = few_tiling(width, min(width, columns)) if few else tiling(width, count, task.output)
@@ -327,7 +330,7 @@ def _launch_hopper(task: Task) -> None:
     )
     padded = -(-x.shape[0] // 128) * 128 * per_row if blocked else units
     programs = max(-(-units // cut.block), -(-(padded - units) // (32 * cut.num_warps * cut.parts)))
-    encode = encode_scale(task.quantizer, x.device)
+    encode = pieces.matrix if task.quantizer is None else encode_scale(task.quantizer, x.device)
     reciprocal = (2**32 - 1) // per_row  # as an int32
     start(
         programs * cut.parts if few else min(programs, multiprocessors * cut.programs),
