@@ -14,7 +14,7 @@ COMPRESSED_TENSORS := 0.20.1
 TRITON := 3.6.0
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint types interpreter pytest test-gpu bench clean
+.PHONY: help install demo test lint types interpreter pytest test-gpu test-blackwell bench clean
 
 help:  ## Show the targets.
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -42,13 +42,16 @@ types: $(STAMP)  ## Mypy.
 	$(BIN)/mypy
 
 interpreter: $(STAMP)  ## The GPU's kernels on the CPU, through Triton's interpreter: the small ones of their tests.
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q -m interpreter $(wildcard tests/test_gpu_triton*.py) tests/test_rounding_twins.py
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q -m interpreter $(wildcard tests/test_gpu_triton*.py) tests/test_rounding_twins.py tests/test_blackwell_triton.py tests/test_blackwell_layers.py
 
 pytest: $(STAMP)  ## The tests alone, without those for a GPU.
 	$(BIN)/python -m pytest -q -m "not gpu"
 
-test-gpu: $(STAMP)  ## The tests for an NVIDIA GPU; without one they fail.
-	$(BIN)/python -m pytest -q -m gpu
+test-gpu: $(STAMP)  ## The tests for an NVIDIA GPU, but those for a Blackwell; without one they fail.
+	$(BIN)/python -m pytest -q -m "gpu and not blackwell"
+
+test-blackwell: $(STAMP)  ## The tests for a Blackwell GPU; without one they fail.
+	$(BIN)/python -m pytest -q -m blackwell
 
 bench: $(STAMP)  ## Speed on this machine (on its GPU where it has one), recorded in benchmarks/results.
 	$(BIN)/python -m benchmarks

@@ -5,7 +5,7 @@ without one is told so in red, because a suite that is green for want of hardwar
 
 Those of the GPU tests that are also marked `interpreter` are small enough for Triton's interpreter, which runs the
 same kernels on a CPU: `TRITON_INTERPRET=1 pytest -m interpreter`, a process of its own since triton asks when it is
-imported.
+imported. Those also marked `blackwell` need such a GPU (capability 10.0, 10.3 or 12.0), and fail on any other.
 """
 
 from __future__ import annotations
@@ -20,15 +20,23 @@ import pytest
 import torch
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+BLACKWELL = ((10, 0), (10, 3), (12, 0))
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs an NVIDIA GPU; fails, and does not skip, where there is none")
     config.addinivalue_line("markers", "interpreter: a gpu test that also runs on a CPU where TRITON_INTERPRET=1")
+    config.addinivalue_line("markers", "blackwell: a gpu test that needs a capability of 10.0, 10.3 or 12.0")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    if item.get_closest_marker("gpu") is None or torch.cuda.is_available():
+    if item.get_closest_marker("gpu") is None:
+        return
+    if torch.cuda.is_available() and not INTERPRETED:
+        if item.get_closest_marker("blackwell") is not None and torch.cuda.get_device_capability() not in BLACKWELL:
+            pytest.fail(f"this test needs a Blackwell GPU (capability one of {BLACKWELL})", pytrace=False)
+        return
+    if torch.cuda.is_available():
         return
     if item.get_closest_marker("interpreter") is None:
         pytest.fail('this test needs an NVIDIA GPU and torch sees none; leave it out with -m "not gpu"', pytrace=False)

@@ -17,7 +17,7 @@ from typing import cast
 import torch
 
 from ..errors import BackendRefusal, refusal
-from . import any_torch, cpu_native, gpu_triton
+from . import any_torch, blackwell_triton, cpu_native, gpu_triton
 from .protocol import Backend, Blocks, Layer, Operand, Problem, Quantizer, Together, Weight
 
 __all__ = [
@@ -52,6 +52,7 @@ class Selection:
 
 BACKENDS: tuple[Backend, ...] = (
     cast(Backend, cpu_native),
+    cast(Backend, blackwell_triton),
     cast(Backend, gpu_triton),
     cast(Backend, any_torch),
 )
