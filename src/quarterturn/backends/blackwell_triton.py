@@ -47,10 +47,14 @@ def missing(device: torch.device, capability: tuple[int, int] | None = None) -> 
 
 def _unfit(found: tuple[int, int]) -> str:
     known = ", ".join(f"{major}.{minor}" for major, minor in CAPABILITIES)
-    needs = f"needs a GPU of capability {known}, found {found[0]}.{found[1]}"
-    if found < (10, 0):
-        return f"{needs}, which has no FP4 matrix units: choose {gpu_triton.NAME}"
-    return f"{needs}, for which Triton 3.6 makes no FP4 product: choose {gpu_triton.NAME}"
+    why = "which has no FP4 matrix units" if found < (10, 0) else _UNFIT.get(found, "for which it was never compiled")
+    return f"needs a GPU of capability {known}, found {found[0]}.{found[1]}, {why}: choose {gpu_triton.NAME}"
+
+
+_UNFIT = {
+    (11, 0): "for which Triton 3.6 has no assembler",
+    (12, 1): "for which Triton 3.6 makes no FP4 products",
+}
 
 
 def refuses(problem: Problem) -> list[str]:
