@@ -220,7 +220,7 @@ def _recorded_mm_fp4(owner: FlashinferStandIn):
         assert b.stride() == (1, b.shape[0]), "b is not column-major"
         assert block_size == (16 if use_nvfp4 else 32)
         assert not use_8x4_sf_layout
-        assert a_descale.dtype == b_descale.dtype == (torch.float8_e4m3fn if use_nvfp4 else torch.uint8)
+        assert a_descale.dtype == b_descale.dtype == torch.uint8, "as its own quantizers give them"
         m, n, k = a.shape[0], b.shape[1], a.shape[1] * 2
         assert a_descale.shape == (ceil(m, 128), ceil(k // block_size, 4))
         assert b_descale.shape == (ceil(k // block_size, 4), ceil(n, 128))
@@ -300,6 +300,7 @@ def scaled_mm(
     assert mat_a.is_contiguous(), "mat_a must be row-major"
     assert mat_b.stride() == (1, mat_b.shape[0]), "mat_b must be column-major"
     assert mat_a.shape[0] > 0, "an empty product is launched"
+    assert mat_a.shape[1] == mat_b.shape[0]
     assert mat_a.shape[1] % 16 == 0
     assert mat_b.shape[1] % 16 == 0, "N in multiples of 16"
     assert bias is None

@@ -81,7 +81,8 @@ class FlashInfer:
         """Reasons against this machine: no Blackwell, no Triton, no FlashInfer, one too old, or without the kernel."""
         reasons = vendor.missing_gpu(device, capability)
         absent = vendor.missing_package("flashinfer", PACKAGE, f"pip install {PACKAGE}", vendor_ops.flashinfer)
-        return [*reasons, *absent, *([] if absent else self._lacks(device, capability))]
+        # A GPU that is no Blackwell is not asked about a second time.
+        return [*reasons, *absent] or self._lacks(device, capability)
 
     def _lacks(self, device: torch.device, capability: tuple[int, int] | None) -> list[str]:
         mm_fp4 = getattr(vendor_ops.flashinfer(), "mm_fp4", None)
