@@ -120,6 +120,25 @@ def test_doctor_names_backends_and_what_runs_each_layer(folders: Path, capsys: p
     assert "any_torch" in capsys.readouterr().out
 
 
+def test_doctor_answers_for_a_gpu_that_is_not_here(folders: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("doctor", folders / "made", "--capability", "7.5", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [d["device"] for d in found["devices"]] == ["cuda"]
+    lacks = {row["backend"]: row["lacks"] for row in found["backends"]}
+    assert lacks["any_torch"] == []
+    assert any("capability 8.0 or more, found 7.5" in reason for reason in lacks["gpu_triton"])
+    assert all(layer["backend"] == "any_torch" for layer in found["layers"])
+    assert all("found 7.5" in layer["rejected"]["gpu_triton"][0] for layer in found["layers"])
+    assert run("doctor", folders / "made", "--capability", "9.0") == 0
+    assert "gpu_triton" in capsys.readouterr().out.split("14 layers")[1]
+
+
+@pytest.mark.parametrize("given", ["ten", "10", "10.x", ""])
+def test_doctor_wants_two_numbers_for_a_capability(given: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("doctor", "--capability", given) == 2
+    assert "such as 10.0" in capsys.readouterr().err
+
+
 def test_generate_streams_the_text_to_stdout(folders: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("generate", folders / "made", "the quick", "--max-new-tokens", 4) == 0
     first = capsys.readouterr().out
