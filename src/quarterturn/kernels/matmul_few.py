@@ -15,7 +15,7 @@
 | output   | (M, N) of x's dtype: sum * 2^exponent * fp32(x_scale * w_scale) + bias, fp32 sums, rounded once         |
 | moves    | w once, x once a program, sums of SPLIT > 1 twice                                                      |
 | does not | check arguments, allocate; `count` is zero before and after                                            |
-| see      | weight_layout.py, fp4_decode.py; tests/test_matmul_few.py                                              |
+| see      | weight_layout.py, matmul_few_ptx.py; tests/test_matmul_few*.py                                            |
 
 A lane 4g+q holds of the sums of a tile: rows g and g + 8, tokens 2q and 2q + 1 (mma.m16n8k16's accumulator).
 """
@@ -24,122 +24,6 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-
-from ..formats import FP4Format
-from . import fp4_decode
-
-CHUNK = 256
-"""Values of K whose scales a lane has in eight bytes: four blocks."""
-
-def copy_asm(whole: bool, threads: int) -> tuple[str, ...]:
-    """(codes, scales, byte, scale byte, blocks, there) starts copying what a lane needs of a step, if it is `there`.
-
-    byte, scale byte: where in shared memory. blocks: how many of the step's four there are; without the first, scales
-    are zero. whole: all four.
-    """
-    lines = [
-        ".reg .pred p;", ".reg .b32 at, size;", "mov.u32 at, global_smem;", "add.u32 at, at, $3;",
-        "setp.ne.s32 p, $6, 0;",
-    ]  # fmt: skip
-    for block in range(4):
-        if not whole:
-            lines += [f"setp.gt.s32 p, $5, {block};", "selp.b32 size, 16, 0, p;", "setp.ne.s32 p, $6, 0;"]
-        size = "16" if whole else "16, size"
-        lines.append(
-            f"@p cp.async.cg.shared.global.L2::128B [at+{16 * threads * block}], [$1+{512 * block}], {size};"
-        )
-    lines += ["mov.u32 at, global_smem;", "add.u32 at, at, $4;"]
-    if not whole:
-        lines += ["setp.gt.s32 p, $5, 0;", "selp.b32 size, 8, 0, p;", "setp.ne.s32 p, $6, 0;"]
-    lines += [
-        f"@p cp.async.ca.shared.global [at], [$2], {'8' if whole else '8, size'};",
-        "cp.async.commit_group;",
-        "mov.b32 $0, 0;",
-    ]
-    return _text(lines), "=r,l,l,r,r,r,r"
-
-
-def scales_asm(stages: int) -> tuple[str, ...]:
-    """(scale byte) -> the two words of scales of a step, once its copies have arrived."""
-    lines = [
-        ".reg .b32 at;", f"cp.async.wait_group {stages - 1};", "mov.u32 at, global_smem;", "add.u32 at, at, $2;",
-        "ld.shared.v2.b32 {$0, $1}, [at];",
-    ]  # fmt: skip
-    return _text(lines), "=r,=r,r"
-
-
-def codes_asm(threads: int) -> tuple[str, ...]:
-    """(byte) -> the four words of codes of a block; a text for each of four blocks."""
-    return tuple(
-        _text([".reg .b32 at;", "mov.u32 at, global_smem;", "add.u32 at, at, $4;",
-               f"ld.shared.v4.b32 {{$0, $1, $2, $3}}, [at+{16 * threads * block}];"])
-        for block in range(4)
-    ) + ("=r,=r,=r,=r,r",)  # fmt: skip
-
-
-def sums_asm() -> tuple[str, ...]:
-    """(four sums, byte) stores them. Triton's own stores would make all warps wait at each."""
-    lines = [".reg .b32 at;", "mov.u32 at, global_smem;", "add.u32 at, at, $5;"]
-    return _text([*lines, "st.shared.v4.b32 [at], {$1, $2, $3, $4};", "mov.b32 $0, 0;"]), "=r,f,f,f,f,r"
-
-
-def x_asm() -> tuple[str, str]:
-    """(address, exists) -> the 16 values of a token and a block that a lane multiplies, or zeros: 8 words."""
-    lines = [".reg .pred p;", "setp.ne.s32 p, $9, 0;", *[f"mov.b32 ${i}, 0;" for i in range(8)]]
-    for i in (0, 4):
-        words = ", ".join(f"${i + j}" for j in range(4))
-        lines.append(f"@p ld.global.nc.v4.b32 {{{words}}}, [$8+{4 * i}];")
-    return _text(lines), "=&r," * 8 + "l,r"
-
-
-def totals_asm() -> tuple[str, ...]:
-    """(value, byte, there) writes a sum into the shared memory of the cluster's first program; (value, byte, -) reads
-    one there."""
-    at = [".reg .b32 at;", "mov.u32 at, global_smem;", "add.u32 at, at, $2;"]
-    write = [
-        ".reg .pred p;", "setp.ne.s32 p, $3, 0;", "mapa.shared::cluster.u32 at, at, 0;",
-        "@p st.shared::cluster.f32 [at], $1;", "mov.f32 $0, $1;",
-    ]  # fmt: skip
-    return _text([*at, *write]), _text([*at, "ld.shared.f32 $0, [at];"]), "=f,f,r,r"
-
-
-def step_asm(block: int, tokens8: int, fmt: FP4Format, half: bool) -> tuple[str, str]:
-    """(4 words of codes, a word of scales, 8 words of x a tile of tokens, sums) -> sums, after one block of K."""
-    sums = 4 * tokens8
-    codes = [f"${sums + i}" for i in range(4)]
-    scales = f"${sums + 4}"
-    x = [f"${sums + 5 + i}" for i in range(8 * tokens8)]
-    old = [f"${sums + 5 + 8 * tokens8 + i}" for i in range(sums)]
-    kind = "f16" if half else "bf16"
-    lines = [".reg .b32 t, u, c0, by, negative_zero, a<16>;", "mov.b32 negative_zero, 0x80008000;"]
-    for row in range(2):
-        registers = [f"a{8 * row + j}" for j in range(8)]
-        lines += fp4_decode.scale(scales, block % 2 * 2 + row, "by", fmt, half)
-        lines += fp4_decode.values(codes[2 * row], codes[2 * row + 1], "by", registers, half)
-    for step in range(4):
-        a = f"{{a{2 * step}, a{8 + 2 * step}, a{2 * step + 1}, a{9 + 2 * step}}}"
-        for i in range(tokens8):
-            d = ", ".join(f"${4 * i + j}" for j in range(4))
-            c = ", ".join(old[4 * i : 4 * i + 4]) if step == 0 else d
-            b = f"{{{x[8 * i + 2 * step]}, {x[8 * i + 2 * step + 1]}}}"
-            lines.append(f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 {{{d}}}, {a}, {b}, {{{c}}};")
-    return _text(lines), "=&f," * sums + ",".join(["r"] * (5 + 8 * tokens8) + ["f"] * sums)
-
-
-def _text(lines: list[str]) -> str:
-    return "\n".join(["{", *lines, "}"])
-
-
-def texts(tokens8: int, fmt: FP4Format, half: bool, whole: bool, stages: int, num_warps: int) -> dict[str, object]:
-    """The texts as the kernel's constants."""
-    steps = [step_asm(block, tokens8, fmt, half) for block in (0, 1)]
-    threads = 32 * num_warps
-    return {
-        "COPY": copy_asm(whole, threads), "SCALES": scales_asm(stages), "CODES": codes_asm(threads), "X": x_asm(),
-        "STEP": (steps[0][0], steps[1][0], steps[0][1]), "SUMS": sums_asm(), "TOTALS": totals_asm(),
-        "SCALE_LANES": 512 // fmt.group_size,
-    }  # fmt: skip
-
 
 _FLOAT = gl.constexpr((gl.float32,))
 _WORD = gl.constexpr((gl.int32,))
@@ -229,6 +113,71 @@ def _write(total, scale, bias, row, token, inside, out_ptr, n, factor, BIAS: gl.
     gl.store(out_ptr + token.to(gl.int64) * n + row, y.to(out_ptr.dtype.element_ty), mask=inside)
 
 
+@gluon.jit
+def _add_warps(
+    shared, begin, last, first, part, tiles, w_scale_ptr, x_scale_ptr, bias_ptr, out_ptr, partial_ptr, m, n, factor,
+    TOKENS8: gl.constexpr, SLOTS: gl.constexpr, SPLIT: gl.constexpr, W_SCALES: gl.constexpr, X_SCALES: gl.constexpr,
+    BIAS: gl.constexpr, CLUSTER: gl.constexpr, TOTAL_AT: gl.constexpr, TOTALS: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    """The sums of the tiles begin..last-1 that wait in shared memory, added over warps: written, or kept for the other
+    parts. first: the program's first tile."""
+    PARTS: gl.constexpr = SLOTS * TOKENS8
+    ACROSS: gl.constexpr = gl.BlockedLayout([1, num_warps, 1], [1, 1, 32], [num_warps // 4, 1, 4], [2, 1, 0])
+    L: gl.constexpr = gl.SliceLayout(1, ACROSS)
+    by_warp = shared._reinterpret(gl.float32, [PARTS, num_warps, 128], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
+    row, token, inside = _outputs(begin, last, m, n, PARTS, TOKENS8, L)
+    if SPLIT == 1:
+        scale, bias = _factors(row, token, inside, w_scale_ptr, x_scale_ptr, bias_ptr, W_SCALES, X_SCALES, BIAS)
+    gl.thread_barrier()
+    total = gl.sum(by_warp.load(ACROSS), 1)
+    gl.thread_barrier()
+    if SPLIT == 1:
+        _write(total, scale, bias, row, token, inside, out_ptr, n, factor, BIAS)
+    else:
+        sub = gl.arange(0, PARTS, gl.SliceLayout(1, L))[:, None]
+        column = gl.arange(0, 128, gl.SliceLayout(0, L))[None, :]
+        there = begin + sub // TOKENS8 < last
+        if CLUSTER:
+            to = ((part * CLUSTER + begin - first) * TOKENS8 + sub) * 512 + column * 4
+            _run([total, TOTAL_AT + to, there.to(gl.int32)], TOTALS, 0, _FLOAT)
+        else:
+            to = ((part * tiles + begin) * TOKENS8 + sub) * 128 + column
+            gl.store(partial_ptr + to, total, mask=there)
+
+
+@gluon.jit
+def _add_parts(
+    start, end, tiles, w_scale_ptr, x_scale_ptr, bias_ptr, out_ptr, partial_ptr, m, n, factor, TOKENS8: gl.constexpr,
+    SPLIT: gl.constexpr, W_SCALES: gl.constexpr, X_SCALES: gl.constexpr, BIAS: gl.constexpr, CLUSTER: gl.constexpr,
+    TOTAL_AT: gl.constexpr, TOTALS: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    """The sums of all parts of K for a range of tiles, added and written."""
+    AT_ONCE: gl.constexpr = num_warps // 2
+    L: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [num_warps // 2, 2], [1, 0])
+    sub = gl.arange(0, AT_ONCE, gl.SliceLayout(1, L))[:, None]
+    column = gl.arange(0, 128, gl.SliceLayout(0, L))[None, :]
+    for tile in range(start, end, AT_ONCE // TOKENS8):
+        row, token, inside = _outputs(tile, end, m, n, AT_ONCE, TOKENS8, L)
+        scale, bias = _factors(row, token, inside, w_scale_ptr, x_scale_ptr, bias_ptr, W_SCALES, X_SCALES, BIAS)
+        total = gl.zeros([AT_ONCE, 128], gl.float32, L)
+        for s in gl.static_range(SPLIT):
+            if CLUSTER:
+                # For tiles that there are not the last place is read, and not used.
+                here = gl.minimum(tile - start + sub // TOKENS8, CLUSTER - 1)
+                to = ((s * CLUSTER + here) * TOKENS8 + sub % TOKENS8) * 512 + column * 4
+                total += _run([total, TOTAL_AT + to, to], TOTALS, 1, _FLOAT)[0]
+            else:
+                to = ((s * tiles + tile) * TOKENS8 + sub) * 128 + column
+                total += gl.load(partial_ptr + to, mask=inside, other=0.0, cache_modifier=".cg")
+        _write(total, scale, bias, row, token, inside, out_ptr, n, factor, BIAS)
+
+
+@gluon.jit
+def _do(thread, TEXT: gl.constexpr):
+    """An instruction without operands."""
+    gl.inline_asm_elementwise(TEXT + " mov.b32 $0, 0;", "=r,r", [thread], dtype=gl.int32, is_pure=False, pack=1)
+
+
 @gluon.jit(
     do_not_specialize=["m", "n", "k", "tiles", "blocks", "chunks", "each", "more", "factor"],
     do_not_specialize_on_alignment=["w_scale_ptr", "x_scale_ptr", "bias_ptr", "out_ptr"],
@@ -266,28 +215,24 @@ def matmul_few(
 
     # Shared memory: sums of SLOTS tiles, each lane's 16 bytes beside those of the next lane; the stages; the sums of a
     # cluster's programs.
-    PARTS: gl.constexpr = SLOTS * TOKENS8
     SLOT: gl.constexpr = THREADS * 16
     STAGE: gl.constexpr = THREADS * (4 * 16 + 8)
-    TOTAL_AT: gl.constexpr = PARTS * SLOT + STAGES * STAGE
+    STAGES_AT: gl.constexpr = SLOTS * TOKENS8 * SLOT
+    TOTAL_AT: gl.constexpr = STAGES_AT + STAGES * STAGE
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     shared = gl.allocate_shared_memory(gl.float32, [(TOTAL_AT + SPLIT * CLUSTER * TOKENS8 * 512) // 4], FLAT)
-    by_warp = shared._reinterpret(
-        gl.float32, [PARTS, num_warps, 128], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
-    )
-    ACROSS: gl.constexpr = gl.BlockedLayout([1, num_warps, 1], [1, 1, 32], [num_warps // 4, 1, 4], [2, 1, 0])
-    place = PARTS * SLOT + thread * 16
-    scale_place = PARTS * SLOT + 4 * SLOT + thread * 8
+    place = STAGES_AT + thread * 16
+    scale_place = STAGES_AT + 4 * SLOT + thread * 8
 
     if CLUSTER:
-        _run([thread], ("barrier.cluster.arrive.relaxed.aligned; mov.b32 $0, 0;", "=r,r"), 0, _WORD)
+        _do(thread, "barrier.cluster.arrive.relaxed.aligned;")
     for i in gl.static_range(STAGES):
         _copy(
             codes, scales, codes_step, scales_step, place + i * STAGE, scale_place + i * STAGE, chunk, blocks,
             end - start, i, CHUNKS, SCALE_LANES, COPY,
         )  # fmt: skip
     if AFTER:
-        _run([thread], ("griddepcontrol.launch_dependents; griddepcontrol.wait; mov.b32 $0, 0;", "=r,r"), 0, _WORD)
+        _do(thread, "griddepcontrol.launch_dependents; griddepcontrol.wait;")
     x = ()
     for c in gl.static_range(CHUNKS):
         for block in gl.static_range(4):
@@ -295,7 +240,7 @@ def matmul_few(
                 x = x + (_tokens(x_ptr, thread, chunk + c, m, k, 8 * i, block, X),)
 
     if CLUSTER:
-        _run([thread], ("barrier.cluster.wait.acquire.aligned; mov.b32 $0, 0;", "=r,r"), 0, _WORD)
+        _do(thread, "barrier.cluster.wait.acquire.aligned;")  # all run: their memory may be written to
 
     zero = gl.full([THREADS], 0.0, gl.float32, LANES)
     waiting = start * 0
@@ -328,59 +273,25 @@ def matmul_few(
             _run([sums[4 * i], sums[4 * i + 1], sums[4 * i + 2], sums[4 * i + 3], at], SUMS, 0, _WORD)
         waiting += 1
         if (waiting == SLOTS) | (tile + 1 == end):
-            begin = tile + 1 - waiting
-            last = tile + 1
+            _add_warps(
+                shared, tile + 1 - waiting, tile + 1, start, part, tiles, w_scale_ptr, x_scale_ptr, bias_ptr, out_ptr,
+                partial_ptr, m, n, factor, TOKENS8, SLOTS, SPLIT, W_SCALES, X_SCALES, BIAS, CLUSTER, TOTAL_AT, TOTALS,
+                num_warps,
+            )  # fmt: skip
             waiting = start * 0
-            TOTAL: gl.constexpr = gl.SliceLayout(1, ACROSS)
-            row, token, inside = _outputs(begin, last, m, n, PARTS, TOKENS8, TOTAL)
-            if SPLIT == 1:
-                scale, bias = _factors(
-                    row, token, inside, w_scale_ptr, x_scale_ptr, bias_ptr, W_SCALES, X_SCALES, BIAS
-                )  # fmt: skip
-            gl.thread_barrier()
-            total = gl.sum(by_warp.load(ACROSS), 1)
-            gl.thread_barrier()
-            if SPLIT == 1:
-                _write(total, scale, bias, row, token, inside, out_ptr, n, factor, BIAS)
-            else:
-                sub = gl.arange(0, PARTS, gl.SliceLayout(1, TOTAL))[:, None]
-                column = gl.arange(0, 128, gl.SliceLayout(0, TOTAL))[None, :]
-                there = begin + sub // TOKENS8 < last
-                if CLUSTER:
-                    to = ((part * CLUSTER + begin - start) * TOKENS8 + sub) * 512 + column * 4
-                    _run([total, TOTAL_AT + to, there.to(gl.int32)], TOTALS, 0, _FLOAT)
-                else:
-                    to = ((part * tiles + begin) * TOKENS8 + sub) * 128 + column
-                    gl.store(partial_ptr + to, total, mask=there)
 
     if SPLIT > 1:
         if CLUSTER:
-            _run([thread], ("barrier.cluster.arrive.release.aligned; mov.b32 $0, 0;", "=r,r"), 0, _WORD)
-            _run([thread], ("barrier.cluster.wait.acquire.aligned; mov.b32 $0, 0;", "=r,r"), 0, _WORD)
+            _do(thread, "barrier.cluster.arrive.release.aligned;")
+            _do(thread, "barrier.cluster.wait.acquire.aligned;")
             adds = part == 0
         else:
             gl.thread_barrier()
             adds = gl.atomic_add(count_ptr + program, 1, sem="acq_rel", scope="gpu") == SPLIT - 1
         if adds:
-            AT_ONCE: gl.constexpr = num_warps // 2
-            FINAL: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [num_warps // 2, 2], [1, 0])
-            sub = gl.arange(0, AT_ONCE, gl.SliceLayout(1, FINAL))[:, None]
-            column = gl.arange(0, 128, gl.SliceLayout(0, FINAL))[None, :]
-            for tile in range(start, end, AT_ONCE // TOKENS8):
-                row, token, inside = _outputs(tile, end, m, n, AT_ONCE, TOKENS8, FINAL)
-                scale, bias = _factors(
-                    row, token, inside, w_scale_ptr, x_scale_ptr, bias_ptr, W_SCALES, X_SCALES, BIAS
-                )  # fmt: skip
-                total = gl.zeros([AT_ONCE, 128], gl.float32, FINAL)
-                for s in gl.static_range(SPLIT):
-                    if CLUSTER:
-                        # Places of tiles that there are not are others', and what is read there is not used.
-                        tile_at = gl.minimum(tile - start + sub // TOKENS8, CLUSTER - 1)
-                        to = ((s * CLUSTER + tile_at) * TOKENS8 + sub % TOKENS8) * 512 + column * 4
-                        total += _run([total, TOTAL_AT + to, to], TOTALS, 1, _FLOAT)[0]
-                    else:
-                        to = ((s * tiles + tile) * TOKENS8 + sub) * 128 + column
-                        total += gl.load(partial_ptr + to, mask=inside, other=0.0, cache_modifier=".cg")
-                _write(total, scale, bias, row, token, inside, out_ptr, n, factor, BIAS)
+            _add_parts(
+                start, end, tiles, w_scale_ptr, x_scale_ptr, bias_ptr, out_ptr, partial_ptr, m, n, factor, TOKENS8,
+                SPLIT, W_SCALES, X_SCALES, BIAS, CLUSTER, TOTAL_AT, TOTALS, num_warps,
+            )  # fmt: skip
             if not CLUSTER:
                 gl.store(count_ptr + program, 0)
