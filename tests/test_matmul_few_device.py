@@ -65,8 +65,8 @@ def test_products(n: int, k: int, name: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(
     "cut",
-    [Cut(16, 1, 1, 3, 4, 1, False), Cut(16, 2, 1, 2, 2, 1, True), Cut(8, 4, 1, 2, 2, 2, False), Cut(8, 1, 2, 4, 8, 1, False),
-     Cut(4, 4, 1, 2, 2, 4, False), Cut(8, 2, 1, 3, 4, 2, True)],
+    [Cut(16, 1, 1, 3, 4, 1, False), Cut(16, 2, 1, 2, 2, 1, True), Cut(8, 4, 1, 2, 2, 2, False),
+     Cut(8, 1, 2, 4, 8, 1, False), Cut(4, 4, 1, 2, 2, 4, False), Cut(8, 2, 1, 3, 4, 2, True)],
 )  # fmt: skip
 def test_cuts(cut: Cut) -> None:
     """However it is cut, one rounding; a stage of one step, many tiles a program."""
