@@ -86,6 +86,7 @@ def few(
         )  # fmt: skip
 
 
+@lru_cache(maxsize=1024)
 def cut_of(n: int, k: int, m: int, count: int, capability: tuple[int, int]) -> Cut:
     """How a product (m, k) x (n, k)^T is cut on a GPU of `count` multiprocessors.
 
