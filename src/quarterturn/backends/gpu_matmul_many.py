@@ -48,8 +48,8 @@ def cut(m: int, n: int, k: int, multiprocessors: int, ordered: bool, together: b
             chunks = ceil(ceil(k / 256) / split)
             if split == 1 or (count * split <= room and chunks >= 2):
                 waves = -(-count * split // room)
-                us = waves * (4 * chunks * tile.block_us + 2) + (0 if split == 1 else 3 if together else 3 + split / 4)
-                options.append((us, split, tile))
+                adding = 0 if split == 1 else 2 + tile.tokens / 64 + (0 if together else split / 4)
+                options.append((waves * (4 * chunks * tile.block_us + 2) + adding, split, tile))
     _, split, tile = min(options)
     # Ordering x moves 4 bytes a value of x; in its natural order the product takes some 4 to 6% longer.
     natural = not ordered and tile.tokens == 256 and n < _NATURAL_BELOW
@@ -69,7 +69,7 @@ _TILES = {
     32: _Tile(32, 2, 2, 0.34),
     64: _Tile(64, 2, 2, 0.40),
     128: _Tile(128, 2, 1, 0.35),
-    256: _Tile(256, 1, 1, 0.66),
+    256: _Tile(256, 1, 1, 0.67),
 }
 _ROWS = 128
 _SPLITS = (1, 2, 3, 4, 5, 6, 8)
@@ -109,11 +109,15 @@ def many(
     x: Tensor, weight: Fragments, alpha: Tensor, x_scale: Tensor, bias: Tensor | None, space: Workspace,
     out: Tensor | None = None, ordered: bool = False, chosen: Cut | None = None,
 ) -> Tensor:  # fmt: skip
-    """x (M, K) @ weight^T (N, K) -> (M, N) of x's dtype, M at least 1. Hopper alone.
+    """x (M, K) @ weight^T (N, K) -> (M, N) of x's dtype, M at least 1. Hopper alone; x is on the current device.
 
     alpha: fp32 (N). x_scale: fp32 (1) or (M). bias: fp32 (N). ordered: x is (M, K up to 64) as `order` gives it.
+    space: of this stream; no other product may use it, nor, unless `chosen` says that programs do not wait for each
+    other, may another product of this kind run at the same time on another stream.
     """
     m, n, k = x.shape[0], weight.n, weight.k
+    if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:
+        x = x.clone(memory_format=torch.contiguous_format)
     how = chosen or cut(m, n, k, _multiprocessors(x.device), ordered)
     if not ordered and not how.natural:
         x = order(x)

@@ -254,18 +254,17 @@ def _multiply(
         )  # fmt: skip
     else:
         leave(acc, parts_ptr + (tile * SPLIT + part).to(gl.int64) * (ROWS * TOKENS))
-        parts_ptr += tile.to(gl.int64) * (SPLIT * ROWS * TOKENS)
         if TOGETHER:
             meet(counts_ptr + tile * 2, SPLIT)
             add(
-                y_ptr, alpha_ptr, x_scale_ptr, bias_ptr, parts_ptr, m, n, row * ROWS, token * TOKENS, part, ROWS,
-                TOKENS, SPLIT, HAS_BIAS, X_BY_ROW,
+                y_ptr, alpha_ptr, x_scale_ptr, bias_ptr, parts_ptr + tile.to(gl.int64) * (SPLIT * ROWS * TOKENS), m, n,
+                row * ROWS, token * TOKENS, part, ROWS, TOKENS, SPLIT, HAS_BIAS, X_BY_ROW,
             )  # fmt: skip
         elif comes_last(counts_ptr + tile * 2, SPLIT):
             for share in range(SPLIT):
                 add(
-                    y_ptr, alpha_ptr, x_scale_ptr, bias_ptr, parts_ptr, m, n, row * ROWS, token * TOKENS, share, ROWS,
-                    TOKENS, SPLIT, HAS_BIAS, X_BY_ROW,
+                    y_ptr, alpha_ptr, x_scale_ptr, bias_ptr, parts_ptr + tile.to(gl.int64) * (SPLIT * ROWS * TOKENS), m,
+                    n, row * ROWS, token * TOKENS, share, ROWS, TOKENS, SPLIT, HAS_BIAS, X_BY_ROW,
                 )  # fmt: skip
 
 
