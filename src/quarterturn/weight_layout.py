@@ -27,6 +27,9 @@ normal; 0xFF for NaN, whose codes are set to 0 (0 * inf is NaN). A decoded value
 It is exact, except that an MXFP4 scale 2^118 times smaller than the largest (or than 2^9) loses bits.
 
 `inverse` gives back codes and scales bit for bit, except codes under a zero scale or MXFP4's NaN, which come back as 0.
+
+**Stored.** `stored` puts fragments and an fp32 number a row into one int32 tensor of N rows, which a layer keeps beside
+its codes and hands to the ops in their place; `from_stored` gives views of it.
 """
 
 from __future__ import annotations
@@ -102,6 +105,51 @@ def inverse(weight: Fragments) -> tuple[Tensor, Tensor]:
     rows = ordered.reshape(tiles * ROWS, chunks * SCALE_BLOCKS * lanes)[:n, : k // fmt.group_size]
     table = _e4m3_table(rows.device)[1] if fmt == NVFP4 else _e8m0_tables(126 - weight.exponent, rows.device)[1]
     return codes, table[rows.long()].view(fmt.scale_dtype)
+
+
+STORED_EXPONENT = 8
+"""Of stored fragments, so that it need not be asked of the device."""
+
+
+def stored(weight: Fragments, alpha: Tensor) -> Tensor | None:
+    """Fragments and alpha fp32 (N) -> int32 (N, `stored_width`); None for an exponent that is not STORED_EXPONENT."""
+    if weight.exponent != STORED_EXPONENT:
+        return None
+    width = stored_width(weight.n, weight.k, weight.format)
+    out = weight.codes.new_zeros(weight.n, width)
+    parts = _parts(out, weight.k, weight.format)
+    for part, source in zip(parts, (weight.codes, weight.scales, alpha), strict=True):
+        part.copy_(source)
+    return out
+
+
+def from_stored(data: Tensor, k: int, fmt: FP4Format) -> tuple[Fragments, Tensor]:
+    """int32 (N, `stored_width`) -> fragments and alpha fp32 (N), views of it."""
+    codes, scales, alpha = _parts(data, k, fmt)
+    return Fragments(codes, scales, data.shape[0], k, fmt, STORED_EXPONENT), alpha
+
+
+def stored_width(n: int, k: int, fmt: FP4Format) -> int:
+    """Columns of int32 that hold a weight (n, k)."""
+    codes, scales = _counts(n, k, fmt)
+    return -(-(codes + scales // 4 + n) // max(n, 1))
+
+
+def _counts(n: int, k: int, fmt: FP4Format) -> tuple[int, int]:
+    """Words of codes and bytes of scales."""
+    tiles, blocks = -(-n // _PADDED_ROWS) * _PADDED_ROWS // ROWS, -(-k // BLOCK)
+    return tiles * blocks * 128, tiles * -(-blocks // SCALE_BLOCKS) * (8 * BLOCK // fmt.group_size) * 2 * SCALE_BLOCKS
+
+
+def _parts(data: Tensor, k: int, fmt: FP4Format) -> tuple[Tensor, Tensor, Tensor]:
+    n, flat = data.shape[0], data.view(-1)
+    codes, scales = _counts(n, k, fmt)
+    tiles, blocks = -(-n // _PADDED_ROWS) * _PADDED_ROWS // ROWS, -(-k // BLOCK)
+    return (
+        flat[:codes].view(tiles, blocks, 32, 4),
+        flat[codes : codes + scales // 4].view(torch.uint8).view(tiles, -(-blocks // SCALE_BLOCKS), -1, 8),
+        flat[codes + scales // 4 :][:n].view(torch.float32),
+    )
 
 
 def decoded(weight: Fragments) -> Tensor:
