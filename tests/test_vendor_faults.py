@@ -89,7 +89,7 @@ def empty(name: str) -> None:
 
 
 def strided(name: str) -> None:
-    test_vendor_layers.test_strided_inputs_equal_contiguous_ones(name, "nvfp4")
+    test_vendor_layers.test_strided_and_unaligned_inputs_equal_others(name, "nvfp4")
 
 
 def inverted(original):
@@ -237,6 +237,7 @@ FAULTS: dict[str, tuple[Patch, Callable[[str], None], tuple[str, ...]]] = {
         on(blackwell_qutlass, "_mark_not_finite", lambda f: lambda *a: None), not_finite, QUTLASS),
     "strided rows handed over": (
         operator("qutlass_quantize", lambda f: lambda x, *rest: f(x.T.contiguous().T, *rest)), strided, QUTLASS),
+    "an odd address handed over": (on(vendor, "aligned", lambda f: lambda t: t.contiguous()), strided, QUTLASS),
     "N not padded": (on(vendor, "parts_of", unaligned), nvfp4, PLAIN),
     "the result not sliced": (on(vendor, "joined", unsliced), nvfp4, PLAIN),
     "K of x not padded": (on(vendor, "as_operand", with_column_padding_only_for_weights), nvfp4, PLAIN),

@@ -109,11 +109,12 @@ def test_an_empty_batch_launches_nothing(name: str, fmt: str) -> None:
 
 
 @every_case
-def test_strided_inputs_equal_contiguous_ones(name: str, fmt: str) -> None:
+def test_strided_and_unaligned_inputs_equal_others(name: str, fmt: str) -> None:
     with opened(name):
         layer, big = layer_of(name, fmt, 48, 96, input_transform=hadamard(32)), normal(10, 192)
-        for x in (big[:, :96], big[::2, 96:], normal(96, 10).T):
-            assert_same_bits(layer(x), layer(x.contiguous()))
+        odd = torch.empty(481, dtype=torch.bfloat16)[1:].view(5, 96).copy_(big[:5, :96])  # at an odd address
+        for x in (big[:, :96], big[::2, 96:], normal(96, 10).T, odd):
+            assert_same_bits(layer(x), layer(x.clone(memory_format=torch.contiguous_format)))
 
 
 @every_case

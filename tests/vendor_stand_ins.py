@@ -59,6 +59,11 @@ def multiply(a, b, a_scale, b_scale, alpha, fmt: str) -> torch.Tensor:
     return values[0] @ values[1].T * alpha.double()
 
 
+def is_aligned(*tensors: torch.Tensor) -> bool:
+    """Whether kernels that read 16 or 32 bytes at a time can read from there."""
+    return all(t.data_ptr() % 32 == 0 for t in tensors)
+
+
 def is_scalar(alpha: torch.Tensor) -> bool:
     return alpha.dtype == torch.float32 and alpha.numel() == 1
 
@@ -108,6 +113,7 @@ class QutlassStandIn:
         assert method == "abs_max"
         assert a.is_contiguous(), "A must be contiguous"
         assert b.is_contiguous(), "R must be contiguous"
+        assert is_aligned(a, b), "CUTLASS cannot implement it"
         assert a.dtype == torch.bfloat16, "A must be bf16"
         assert b.dtype == torch.bfloat16, "R must be bf16"
         assert b.shape == (size, size)
@@ -142,6 +148,7 @@ class QutlassStandIn:
     def _matmul(self, a, b, a_sf, b_sf, alpha, fmt: str):
         self.calls.append(f"matmul {fmt}")
         assert all(t.is_contiguous() for t in (a, b, a_sf, b_sf)), "operands must be contiguous"
+        assert is_aligned(a, b, a_sf, b_sf)
         assert a.dtype == b.dtype == torch.uint8
         assert a_sf.dtype == b_sf.dtype == (torch.float8_e4m3fn if fmt == "nvfp4" else torch.float8_e8m0fnu)
         assert a.shape[1] == b.shape[1]
@@ -218,6 +225,7 @@ def _recorded_mm_fp4(owner: FlashinferStandIn):
         assert a.dtype == b.dtype == torch.uint8
         assert a.is_contiguous(), "a is not compact"
         assert b.stride() == (1, b.shape[0]), "b is not column-major"
+        assert is_aligned(a, b, a_descale, b_descale)
         assert block_size == (16 if use_nvfp4 else 32)
         assert not use_8x4_sf_layout
         assert a_descale.dtype == b_descale.dtype == torch.uint8, "as its own quantizers give them"
@@ -299,6 +307,7 @@ def scaled_mm(
     assert mat_a.dtype == mat_b.dtype == torch.float4_e2m1fn_x2
     assert mat_a.is_contiguous(), "mat_a must be row-major"
     assert mat_b.stride() == (1, mat_b.shape[0]), "mat_b must be column-major"
+    assert is_aligned(mat_a, mat_b, scale_a[0], scale_b[0])
     assert mat_a.shape[0] > 0, "an empty product is launched"
     assert mat_a.shape[1] == mat_b.shape[0]
     assert mat_a.shape[1] % 16 == 0

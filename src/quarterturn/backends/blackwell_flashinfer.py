@@ -1,6 +1,6 @@
 """FlashInfer's FP4 products (mm_fp4), behind our own rotate + quantize.
 
-| needs     | a Blackwell GPU (10.x or 12.x), flashinfer-python 0.6 or newer, and Triton |
+| needs     | a Blackwell GPU (10.x or 12.x), flashinfer-python with the mm_fp4 of 0.7 (0.7.4 was read), and Triton |
 | provides  | W4A4 of bf16 and fp16: NVFP4 and MXFP4, any size and transform, bias, q/k/v with a scale each |
 | does not  | fp32 (its kernels give 16 bits); W4A16; the recipe 'token' |
 | run on    | not run |

@@ -9,15 +9,14 @@ Its own rotate + quantize runs NVFP4 behind R = 16, 32, 64, 128 where bf16 holds
 moved into the global scale, so that +-1 stay), and MXFP4 behind R = 32, 64, 128 with the recipe 'qutlass', which is
 its only rule. Everything else gpu_triton quantizes, and QuTLASS multiplies.
 
-| QuTLASS has                              | so here                                                               |
-|---|---|
-| global scale: what a file stores         | the checkpoint's encode scale, or 6 for the recipe 'qutlass'          |
-| raw absmax scales (6), alpha w / 6       | x's tensor scale 1/6 is in alpha                                      |
-| MXFP4 codes of 3 z / s                   | x's tensor scale 1/3 is in alpha                                      |
-| NaN and Inf ignored in a group's maximum | one more pass over x; such groups get the NaN scale                   |
-| scales dense, or 128x4, by its revision  | taken row by row, then laid out with zero padding (vendor_ops.py)     |
-| K in whole tiles, N in multiples of 8    | both padded with zeros, the result sliced                             |
-| results in bf16                          | with a bias or an output transform they are rounded twice             |
+What is made of its conventions:
+
+- Its global scale is what a file stores: the checkpoint's encode scale, or 6 for the recipe 'qutlass'.
+- Raw absmax scales (6) and MXFP4's codes of 3 z / s: x's tensor scale, 1/6 or 1/3, is in alpha.
+- NaN and Inf, which its maxima overlook: one more pass over x, and such groups get the NaN scale.
+- Scales, dense or 128x4 by its revision: taken row by row, then laid out with zero padding (vendor_ops.py).
+- K in whole tiles of scales and N in multiples of 8: both padded with zeros, the result sliced.
+- Results in bf16: with a bias or an output transform they are rounded twice.
 
 Known differences from the definition: approximate reciprocals, so that a code next to a tie may differ; with R = 128 on
 10.x codes from the unrounded scale; MXFP4 with R = 32 and 128 holds 1/sqrt(R) in bf16 (off by 1e-4), as the models made
@@ -32,6 +31,7 @@ from torch import Tensor
 
 from ..layouts import BLOCKED_128x4, get_layout
 from . import vendor, vendor_ops
+from .gpu_pieces import is_capturing
 from .kept import Kept
 from .protocol import Blocks, Layer, Operand, Problem, Quantizer, Weight
 from .vendor import prepare, rotate, rotate_quantize_dequantize, together
@@ -85,7 +85,7 @@ def rotate_quantize(
         codes = x.new_empty(fmt.codes_shape(0, k), dtype=torch.uint8)
         scale = x.new_empty(fmt.scale_shape(0, k), dtype=torch.uint8)
     else:
-        x = x.contiguous()
+        x = vendor.aligned(x)
         global_scale = _global_scale(quantizer, factor, x.device) if fmt.has_tensor_scale else None
         codes, scale = torch.ops.quarterturn_vendor.qutlass_quantize(x, matrix, global_scale)
         _mark_not_finite(x, matrix.shape[0], codes, scale, quantizer)
@@ -144,6 +144,9 @@ def _matrix(blocks: Blocks, quantizer: Quantizer) -> tuple[Tensor, float] | None
         return None
     made = _KEPT.of(blocks.matrix)
     key = (blocks.factor, blocks.transpose, fmt.name)
+    if key not in made and is_capturing(blocks.matrix):
+        # Whether bf16 holds a matrix cannot be asked while a CUDA graph is captured, nor anything be kept.
+        return None if fmt.has_tensor_scale else _turned(blocks, False)
     if key not in made:
         made[key] = _turned(blocks, fmt.has_tensor_scale)
     turned: tuple[Tensor, float] | None = made[key]

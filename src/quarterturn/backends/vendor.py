@@ -111,7 +111,7 @@ def rotate_quantize_dequantize(
 
 
 def prepare(weight: FP4Tensor, mode: str) -> Tensor | None:
-    """None, whatever the mode: packed weights are what FP4 products run on."""
+    """None, whatever the mode: packed weights are what FP4 products run on. In their layout they are kept besides."""
     return None
 
 
@@ -143,10 +143,16 @@ def as_operand(codes: Tensor, scale: Tensor, tensor_scale: Tensor, x: Tensor, qu
     return Operand(codes, scale, tensor_scale, x.shape[0], x.dtype, FORM)
 
 
+def aligned(tensor: Tensor) -> Tensor:
+    """The same values, contiguous and at a multiple of 32 bytes, which the vendors' kernels read from."""
+    tensor = tensor.contiguous()
+    return tensor.clone() if tensor.data_ptr() % 32 else tensor
+
+
 def padded(codes: Tensor, rows: int = 1, columns: int = 1) -> Tensor:
     """Codes with zeros behind them, up to multiples of `rows` and `columns`; the same where there is nothing to add."""
     below, right = -codes.shape[0] % rows, -codes.shape[1] % columns
-    return functional.pad(codes, (0, right, 0, below)) if below or right else codes.contiguous()
+    return functional.pad(codes, (0, right, 0, below)) if below or right else aligned(codes)
 
 
 def parts_of(weight: Weight, align: int, apart: bool = True, blocked: bool = True) -> tuple[Part, ...]:
