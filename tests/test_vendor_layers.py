@@ -221,6 +221,19 @@ def test_qutlass_leaves_to_us_what_its_quantizers_would_round(name: str) -> None
             assert stand_in.calls == [f"matmul {fmt}"]
 
 
+@every_case
+def test_groups_of_zeros(name: str, fmt: str) -> None:
+    for recipe in ("checkpoint", "qutlass"):
+        if recipe == "qutlass" and (name, fmt) == ("cublas", "mxfp4"):
+            continue  # refused
+        with opened(name):
+            layer, x = layer_of(name, fmt, 48, 192, recipe=recipe, input_transform=hadamard(64)), normal(3, 192)
+            x[1], x[2, 64:128] = 0, 0
+            y = layer(x)
+            assert not y[1].any()
+            check(layer, x, 1)
+
+
 @pytest.mark.parametrize("layout", ["linear", "blocked"])
 @pytest.mark.parametrize(("fmt", "recipe"), [("nvfp4", "checkpoint"), ("nvfp4", "qutlass"), ("mxfp4", "qutlass")])
 @pytest.mark.parametrize("name", ["qutlass dense", "qutlass 128x4"])

@@ -129,7 +129,7 @@ class QutlassStandIn:
             byte = reference.e4m3_encode(ideal)
             step = reference.e4m3_decode(byte) / global_scale.double()
         else:
-            byte = (amax.view(torch.int32) >> 23).to(torch.uint8)
+            byte = ((amax + 1e-8).view(torch.int32) >> 23).to(torch.uint8)
             step = reference.e8m0_decode(byte.clamp(max=254)) / 3
         scaled = torch.where(step.unsqueeze(-1) > 0, z.double() / step.unsqueeze(-1), 0.0).nan_to_num(6.0)
         codes = reference.pack(reference.e2m1_encode(scaled.float()).view(m, k))

