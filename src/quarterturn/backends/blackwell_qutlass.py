@@ -19,9 +19,10 @@ What is made of its conventions:
 - Results in bf16: with a bias or an output transform they are rounded twice.
 
 Known differences from the definition: approximate reciprocals, so that a code next to a tie may differ; with R = 128 on
-10.x codes from the unrounded scale; MXFP4 adds 1e-8 to a maximum (a group of zeros has byte 100, not 0), and with R = 32
-and 128 holds 1/sqrt(R) in bf16 (off by 1e-4), as the models made for it do. Sources: IST-DASLab/qutlass, qutlass/__init__.py, csrc/bindings.cpp, csrc/gemm.cu (alignments), and
-csrc/include/cutlass_extensions/epilogue/threadblock/epilogue_quant.h (arithmetic).
+10.x codes from the unrounded scale; MXFP4 adds 1e-8 to a maximum (a group of zeros has byte 100, not 0), and with R of
+32 and 128 holds 1/sqrt(R) in bf16 (off by 1e-4), as the models made for it do. Sources: IST-DASLab/qutlass,
+qutlass/__init__.py, csrc/bindings.cpp, csrc/gemm.cu (alignments), and csrc/include/cutlass_extensions/epilogue/
+threadblock/epilogue_quant.h (arithmetic).
 """
 
 from __future__ import annotations
