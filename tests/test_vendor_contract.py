@@ -8,9 +8,11 @@ on the GPU that it is for, so its stand-in rests on what was read alone.
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.util
 import inspect
 import re
+from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +20,7 @@ from typing import Any, Literal, Optional, get_args
 
 import pytest
 import torch
+from packaging.version import Version
 from torch.nn import functional
 
 import vendor_stand_ins
@@ -142,17 +145,28 @@ def test_cutlass_wants_n_and_k_in_multiples_of_32(file: str) -> None:
     assert ADAPTER.KERNELS["cutlass"].align % 32 == 0
 
 
-def own_checks(number: int) -> tuple[Any, dict[str, Any]]:
-    """mm_fp4's common check, and those of its kernels that need no GPU to be asked, as the installed version has them.
+def own_checks(number: int) -> tuple[Any, dict[str, Any], Any, Any]:
+    """Of the installed mm_fp4: its common check, those of the kernels that need no GPU to be asked, how it chooses among
+    them, and its decorator.
 
-    Named in it, but not run: whether CuTe's and cuDNN's packages are there.
+    Left out: whether cuDNN and CuTe's packages are there. CUDA is 13.0.
     """
+    utils = extracted(
+        "utils.py", "supported_compute_capability", "backend_requirement", "_make_bind_with_defaults",
+        inspect=inspect, functools=functools, Callable=Callable, Iterable=Iterable, Dict=dict,
+        get_compute_capability=lambda device: divmod(number, 10), BackendSupportedError=LookupError,
+        experimental_auto_backends_allowed=lambda: False,
+    )  # fmt: skip
     found = extracted(
         GEMM, "_is_per_token_alpha", "_check_mm_fp4_problem_size", "_trtllm_gemm_fp4_requirement",
         "_cutlass_gemm_fp4_requirement", "_cute_dsl_gemm_fp4_requirement", "_b12x_gemm_fp4_requirement",
+        "_MIN_B12X_CUDA_VERSION", "_heuristic_func_mm_fp4",
+        decorated=True,
+        supported_compute_capability=utils.supported_compute_capability,
         get_native_fp4_dtype=lambda: torch.float4_e2m1fn_x2,
-        _match_sm_version=lambda device, versions: str(number) in versions,
-        get_cuda_version=lambda: 13, _MIN_B12X_CUDA_VERSION=13, Version=lambda text: int(float(text)),
+        _match_sm_version=lambda device, versions: False,
+        get_cuda_version=lambda: Version("13.0"), Version=Version, List=list, Tuple=tuple,
+        get_compute_capability=lambda device: divmod(number, 10), CUDNN_AVAILABLE=False, CUTE_DSL_AVAILABLE=False,
         _check_cute_dsl_availability=lambda: None, _check_cute_dsl_arch=lambda device: None,
     )  # fmt: skip
     kernels = {
@@ -161,40 +175,59 @@ def own_checks(number: int) -> tuple[Any, dict[str, Any]]:
         "cute-dsl": found._cute_dsl_gemm_fp4_requirement,
         "b12x": found._b12x_gemm_fp4_requirement,
     }
-    return found._check_mm_fp4_problem_size, kernels
+    return found._check_mm_fp4_problem_size, kernels, found._heuristic_func_mm_fp4, utils.backend_requirement
 
 
 @pytest.mark.parametrize(("m", "n", "k"), [(1, 48, 96), (5, 200, 80), (130, 64, 192)])
 @pytest.mark.parametrize(
     ("name", "fmt"),
-    [("flashinfer", "nvfp4"), ("flashinfer", "mxfp4"), ("flashinfer cutlass", "nvfp4"),
-     ("flashinfer cute-dsl", "nvfp4"), ("flashinfer b12x", "nvfp4"), ("flashinfer b12x", "mxfp4"),
-     ("flashinfer trtllm", "nvfp4")],
+    [("flashinfer", "nvfp4"), ("flashinfer cutlass", "nvfp4"), ("flashinfer cute-dsl", "nvfp4"),
+     ("flashinfer b12x", "nvfp4"), ("flashinfer b12x", "mxfp4"), ("flashinfer trtllm", "nvfp4")],
 )  # fmt: skip
 def test_its_own_checks_accept_what_the_adapter_hands_over(name: str, fmt: str, m: int, n: int, k: int) -> None:
+    """The stand-in behind the decorator that is around the real mm_fp4."""
     if fmt == "mxfp4" and k % 32:
         k = 96
     with opened(name) as stand_in:
-        common, kernels = own_checks(stand_in.number)
-        asked, inner = [], stand_in.mm_fp4
+        common, kernels, choose, decorate = own_checks(stand_in.number)
+        checked, chosen = [], []
 
-        def checked(*args: Any, **options: Any) -> Any:
-            bound = inspect.signature(inner).bind(*args, **options)
-            bound.apply_defaults()
-            assert common(**bound.arguments)
-            if (kernel := bound.arguments["backend"]) in kernels:
-                assert kernels[kernel](**bound.arguments)
-            asked.append(kernel)
-            return inner(*args, **options)
+        def common_check(*args: Any, **options: Any) -> bool:
+            checked.append(options)
+            return common(*args, **options)
 
-        stand_in.mm_fp4 = checked
+        def heuristic(*args: Any, **options: Any) -> list[str]:
+            chosen.append(choose(*args, **options))
+            return chosen[-1]
+
+        stand_in.mm_fp4 = decorate(kernels, common_check=common_check, heuristic_func=heuristic)(stand_in.mm_fp4)
         check(layer_of(name, fmt, n, k, input_transform=hadamard(16 if k % 32 else 32)), normal(m, k), 1)
-        assert len(asked) == 1
+        assert len(checked) == 1
+        # Of those that are asked; never trtllm, whose weights lie in another order.
+        assert chosen == ([["cutlass"]] if name == "flashinfer" else [])
+
+
+def test_its_decorator_answers_what_the_adapter_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parameters and choices through it, and which kernel runs on which GPU."""
+    common, kernels, choose, decorate = own_checks(100)
+    package = vendor_stand_ins.FlashinferStandIn()
+    plain = vendor_stand_ins.FlashinferStandIn().mm_fp4
+    del plain.is_backend_supported, plain.is_compute_capability_supported
+    package.mm_fp4 = decorate(kernels, common_check=common, heuristic_func=choose)(plain)
+    monkeypatch.setattr(vendor_ops, "flashinfer", lambda: package)
+    gpu = torch.device("cuda")
+    for kernel in kernels:
+        backend = ADAPTER.named(kernel)
+        for number in (100, 103, 120, 121):
+            lacks = backend.missing(gpu, divmod(number, 10))
+            assert (lacks == []) is (number in vendor_stand_ins.KERNELS[kernel]), lacks
+    assert ADAPTER.missing(gpu, (10, 0)) == []
+    assert len(ADAPTER.missing(gpu, (14, 0))) == 1
 
 
 def test_its_own_checks_refuse_what_no_adapter_should_hand_over() -> None:
     """Or the test above would say nothing."""
-    common, kernels = own_checks(100)
+    common, kernels, *_ = own_checks(100)
     a, b, scale = (torch.zeros(shape, dtype=torch.uint8) for shape in ((2, 32), (32, 32), (128, 4)))
     with pytest.raises(ValueError, match="alpha"):
         common(a, b, scale, scale, torch.ones(1).double())
