@@ -146,8 +146,8 @@ def test_cutlass_wants_n_and_k_in_multiples_of_32(file: str) -> None:
 
 
 def own_checks(number: int) -> tuple[Any, dict[str, Any], Any, Any]:
-    """Of the installed mm_fp4: its common check, those of the kernels that need no GPU to be asked, how it chooses among
-    them, and its decorator.
+    """Of the installed mm_fp4: its common check, those of kernels that need no GPU to be asked, its choice among them,
+    and its decorator.
 
     Left out: whether cuDNN and CuTe's packages are there. CUDA is 13.0.
     """
