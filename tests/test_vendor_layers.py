@@ -11,11 +11,13 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from comparing import assert_refused, assert_same_bits, assert_within
 from quarterturn import FP4Linear, Transform, hadamard, matrix, ops, random_hadamard, reference
 from quarterturn.backends import vendor
 from quarterturn.errors import BackendRefusal
+from quarterturn.sharing import tie
 from test_ops import signed_permutation
 from vendor_door import ADAPTERS, every_case, layer_of, opened, wanted
 
@@ -174,6 +176,24 @@ def test_the_operator_prepares_weights_once_and_again_when_they_change(name: str
         assert_same_bits(run(x, *layer._operands()), first / -2)
         layer.block_scale = (layer.block_scale.view(torch.uint8) + 8).view(layer.block_scale.dtype)
         assert_same_bits(run(x, *layer._operands()), -first)
+
+
+@pytest.mark.parametrize("name", ["cublas", "qutlass 128x4", "flashinfer", "flashinfer trtllm"])
+def test_siblings_quantize_their_input_once(name: str) -> None:
+    """q, k and v of one x: the operand is made once, each multiplies its own weights."""
+    with opened(name) as stand_in:
+        turn, x = random_hadamard(32, seed=6), normal(70, 96)
+        model = nn.ModuleDict({part: layer_of(name, "nvfp4", n, 96, input_transform=turn)
+                               for part, n in (("q", 48), ("k", 24), ("v", 40))})  # fmt: skip
+        alone = [layer(x) for layer in model.values()]
+        tie(model, FP4Linear)
+        if stand_in is not None:
+            stand_in.calls.clear()
+        with torch.no_grad():
+            for layer, want in zip(model.values(), alone, strict=True):
+                assert_same_bits(layer(x), want)
+        if name.startswith("qutlass"):
+            assert stand_in.calls == ["fusedQuantizeNv", *["matmul nvfp4"] * 3]
 
 
 @every_case
