@@ -27,6 +27,8 @@ threadblock/epilogue_quant.h (arithmetic).
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -179,6 +181,7 @@ def _mark_not_finite(x: Tensor, size: int, codes: Tensor, scale: Tensor, quantiz
     """The NaN scale and codes 0 for the groups of each block of x that holds NaN or Inf: its kernel overlooks them."""
     m, k = x.shape
     group = quantizer.format.group_size
-    bad = ~x.view(m, k // size, size).abs().amax(-1).isfinite()
+    # The largest magnitude of each block in one pass; NaN wins over every number.
+    bad = ~torch.linalg.vector_norm(x.view(m, k // size, size), ord=math.inf, dim=-1).isfinite()
     scale.masked_fill_(bad.repeat_interleave(size // group, dim=1), quantizer.format.nan_byte)
     codes.masked_fill_(bad.repeat_interleave(size // 2, dim=1), 0)

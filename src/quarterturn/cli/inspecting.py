@@ -144,7 +144,7 @@ def _show_doctor(found: dict[str, Any]) -> None:
     out.print()
     for row in found["backends"]:
         state = "; ".join(row["lacks"]) if row["lacks"] else "runs"
-        out.print(f"  {row['backend']:<20}on {row['device']}: {state}")
+        out.print(f"  {row['backend']:<22}on {row['device']}: {state}")
     if "layers" not in found:
         return
     groups: dict[tuple[str, str, str, str], list[str]] = {}
