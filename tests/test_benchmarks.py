@@ -115,4 +115,4 @@ def test_a_processor_has_one_name() -> None:
 
     from quarterturn.cli.inspecting import _devices
 
-    assert _devices()[0]["name"].startswith(f"{machine()['processor']}, ")
+    assert _devices(None)[0]["name"].startswith(f"{machine()['processor']}, ")

@@ -120,6 +120,25 @@ def test_doctor_names_backends_and_what_runs_each_layer(folders: Path, capsys: p
     assert "any_torch" in capsys.readouterr().out
 
 
+def test_doctor_answers_for_a_gpu_that_is_not_here(folders: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("doctor", folders / "made", "--capability", "7.5", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [d["device"] for d in found["devices"]] == ["cuda"]
+    lacks = {row["backend"]: row["lacks"] for row in found["backends"]}
+    assert lacks["any_torch"] == []
+    assert any("capability 8.0 or more, found 7.5" in reason for reason in lacks["gpu_triton"])
+    assert all(layer["backend"] == "any_torch" for layer in found["layers"])
+    assert all("found 7.5" in layer["rejected"]["gpu_triton"][0] for layer in found["layers"])
+    assert run("doctor", folders / "made", "--capability", "9.0") == 0
+    assert "gpu_triton" in capsys.readouterr().out.split("14 layers")[1]
+
+
+@pytest.mark.parametrize("given", ["ten", "10", "10.x", ""])
+def test_doctor_wants_two_numbers_for_a_capability(given: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("doctor", "--capability", given) == 2
+    assert "such as 10.0" in capsys.readouterr().err
+
+
 def test_generate_streams_the_text_to_stdout(folders: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("generate", folders / "made", "the quick", "--max-new-tokens", 4) == 0
     first = capsys.readouterr().out
@@ -139,6 +158,13 @@ def test_evaluate_reports_figures_and_nothing_else_on_stdout(folders: Path, caps
     assert 0 <= found["agreement"] <= 1
     assert found["speed"]["decode"] > 0
     assert found["ran"].startswith("14 layers")
+    assert found["original_perplexity"] > 1
+    assert run("evaluate", folders / "made", *arguments, *against) == 0
+    change = found["perplexity"] / found["original_perplexity"] - 1
+    assert (
+        f"original     {found['original_perplexity']:.3f}   (so this model's is {change:+.1%})"
+        in capsys.readouterr().out
+    )
     assert run("evaluate", folders / "original", *arguments) == 0
     shown = capsys.readouterr().out
     assert "perplexity" in shown
@@ -312,6 +338,20 @@ def test_bars_and_spinners_take_names_as_they_are(monkeypatch: pytest.MonkeyPatc
         track("judging [red]y[/]", 2)(2)
     assert "loading [red]x[/]" in shown.getvalue()
     assert "judging [red]y[/]" in shown.getvalue()
+
+
+def test_long_work_says_how_far_it_is_where_no_bar_can(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr(common.time, "perf_counter", lambda: now[0])
+    with common.progress() as track:
+        step = track("judging", 10)
+        for seconds in (5.0, 11.0, 2.0, 14.0, 30.0):
+            now[0] += seconds
+            step(2)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == ["[   0.0 s] judging", "[  16.0 s] judging: 40%", "[  32.0 s] judging: 80%"]
 
 
 def test_a_narrow_terminal_loses_empty_columns_and_cuts_nothing(

@@ -68,6 +68,9 @@ def test_kl_points_from_the_original_to_the_model(tmp_path: Path) -> None:
     same = ev.judge(original, window, window=32, reference=kept)
     assert same.kl == 0.0
     assert same.agreement == 1.0
+    assert same.original_perplexity == same.perplexity
+    assert stored.original_perplexity == same.perplexity != stored.perplexity
+    assert ev.judge(model, window, window=32).original_perplexity is None
 
 
 def test_a_relative_change_knows_its_noise() -> None:

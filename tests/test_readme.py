@@ -6,12 +6,15 @@ import contextlib
 import io
 import re
 import shlex
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from quarterturn.backends import BACKENDS
 from quarterturn.cli import main
 from quarterturn.cli.app import app
 
@@ -83,3 +86,14 @@ def test_make_targets_that_are_named_exist() -> None:
         for target in re.findall(r"make ([a-z-]+)\b", text):
             if target not in ("a",):
                 assert re.search(rf"^{target}:", makefile, flags=re.M), target
+
+
+def test_the_page_and_the_table_of_backends_are_what_the_backends_say() -> None:
+    root = Path(__file__).parent.parent
+    made = subprocess.run(
+        [sys.executable, str(root / "docs" / "make_backends.py"), "--check"], capture_output=True, text=True, cwd=root
+    )
+    assert made.returncode == 0, made.stderr
+    page = (root / "docs" / "backends.md").read_text("utf-8")
+    assert [line for line in page.splitlines() if line.startswith("## ")] == [f"## {b.NAME}" for b in BACKENDS]
+    assert page.count("| run on |") == len(BACKENDS)

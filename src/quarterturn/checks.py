@@ -14,6 +14,7 @@ from torch import Tensor
 from .errors import Refusal, refusal
 from .formats import E8M0_RULES, RECIPES, FP4Format
 from .tensor import FP4Tensor
+from .weight_layout import stored_width
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -176,7 +177,11 @@ def weight(
         )
     n, held = weight.shape[0], weight.shape[1] * (2 if packed else 1)
     needs = []
-    if held != k or (weight.dtype == torch.uint8) != packed:
+    if weight.dtype == torch.int32:  # fragments, see weight_layout.py
+        width = stored_width(n, k, fmt)
+        if packed or held != width:
+            needs.append((f"fragments ({n}, {width}) without block_scale", f"({n}, {held}) in {weight.dtype}"))
+    elif held != k or (weight.dtype == torch.uint8) != packed:
         needs.append((f"a weight (N, {k}), as x is (..., {k})", f"({n}, {held}) in {weight.dtype}"))
     if block_scale is not None and tuple(block_scale.shape) != fmt.scale_shape(n, k):
         needs.append((f"block_scale {fmt.scale_shape(n, k)}", str(tuple(block_scale.shape))))

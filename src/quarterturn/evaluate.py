@@ -39,7 +39,8 @@ def _silent(tokens: int) -> None:
 
 @dataclass(frozen=True)
 class Judgement:
-    """A model on a text. kl and agreement (share of positions with the original's top token) need an original.
+    """A model on a text. kl, agreement (share of positions with the original's top token) and original_perplexity need
+    an original.
 
     window_nll: the mean negative log-likelihood of each window, for judging whether a difference is more than noise.
     """
@@ -53,6 +54,7 @@ class Judgement:
     kl: float | None = None
     agreement: float | None = None
     window_nll: tuple[float, ...] = ()
+    original_perplexity: float | None = None
 
     @property
     def tokens(self) -> int:
@@ -155,7 +157,7 @@ def judge(
     refuse_encoder_decoder("evaluate", model, "judge it by its own task")
     cut = cut_windows(ids, window, context_length(model))
     nlls: list[float] = []
-    divergence, agreed, seconds = 0.0, 0, 0.0
+    divergence, agreed, seconds, original_nll = 0.0, 0, 0.0, 0.0
     for index, piece in enumerate(cut):
         began = time.perf_counter()
         logits = window_logits(model, piece)
@@ -164,15 +166,23 @@ def judge(
             keep.store(index, logits)
         nlls.append(_nll(logits[:-1], piece[1:].to(logits.device)))
         if reference is not None:
-            kl, same = _kl(reference.logits(index, piece)[:-1].to(logits.device), logits[:-1])
+            original = reference.logits(index, piece)[:-1].to(logits.device)
+            kl, same = _kl(original, logits[:-1])
             divergence, agreed = divergence + kl, agreed + same
+            original_nll += _nll(original, piece[1:].to(logits.device))
         advance(window)
     count = cut.shape[0] * (window - 1)
     kl_mean, agreement = (divergence / count, agreed / count) if reference is not None else (None, None)
     mean = sum(nlls) / count
-    perplexity = math.exp(mean) if mean < 700 else math.inf
     means = tuple(nll / (window - 1) for nll in nlls)
-    return Judgement(perplexity, mean, count, cut.shape[0], window, seconds, kl_mean, agreement, means)
+    original_perplexity = None if reference is None else _exp(original_nll / count)
+    return Judgement(
+        _exp(mean), mean, count, cut.shape[0], window, seconds, kl_mean, agreement, means, original_perplexity
+    )
+
+
+def _exp(nll: float) -> float:
+    return math.exp(nll) if nll < 700 else math.inf
 
 
 def relative_change(new: Judgement, old: Judgement) -> tuple[float, float]:

@@ -279,7 +279,8 @@ class FP4Linear(nn.Module):
             parts.append(f"output transform {self.output_transform.size}")
         if self.activations == "fp4" and self.recipe != "checkpoint":
             parts.append(f"recipe {self.recipe}")
-        kept = "packed" if self.values is None else f"decoded to {str(self.values.dtype).removeprefix('torch.')}"
+        held = "packed" if self.values is None else str(self.values.dtype).removeprefix("torch.")
+        kept = {"packed": "packed", "int32": "packed, in fragments"}.get(held, f"decoded to {held}")
         return Explanation(self.name, selection.name, ", ".join(parts), selection.reason, selection.rejected, kept)
 
     def problem(self, dtype: torch.dtype) -> Problem:

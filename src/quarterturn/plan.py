@@ -122,12 +122,18 @@ class Decided(NamedTuple):
 
 
 def in_place_of(old: Tensor | None, new: Tensor | None) -> Tensor | None:
-    """`new`, in the memory of `old` where it fits: a CUDA graph that was captured reads there."""
+    """`new`, in the memory of `old` where it fits: a CUDA graph that was captured reads there.
+
+    The copy has ended on return, since kernels may ask for weights before those launched before them have ended.
+    """
     if old is None or new is None or old.is_inference() or type(old) is not type(new):
         return new
     if (old.shape, old.dtype, old.device) != (new.shape, new.dtype, new.device):
         return new
-    return old.copy_(new)
+    old.copy_(new)
+    if old.is_cuda and not torch.cuda.is_current_stream_capturing():
+        torch.cuda.current_stream(old.device).synchronize()
+    return old
 
 
 def _memory(t: Tensor | None) -> Any:

@@ -10,14 +10,23 @@ never replaced.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import cast
 
 import torch
 
 from ..errors import BackendRefusal, refusal
-from . import any_torch, blackwell_triton, cpu_native, gpu_triton
+from . import (
+    any_torch,
+    blackwell_cublas,
+    blackwell_flashinfer,
+    blackwell_qutlass,
+    blackwell_triton,
+    cpu_native,
+    gpu_triton,
+)
+from .gpu_launch import capability as capability_of
 from .protocol import Backend, Blocks, Layer, Operand, Problem, Quantizer, Together, Weight
 
 __all__ = [
@@ -52,18 +61,28 @@ class Selection:
 
 BACKENDS: tuple[Backend, ...] = (
     cast(Backend, cpu_native),
+    cast(Backend, blackwell_cublas),
+    cast(Backend, blackwell_flashinfer),
     cast(Backend, blackwell_triton),
     cast(Backend, gpu_triton),
     cast(Backend, any_torch),
+    cast(Backend, blackwell_qutlass),
 )
-"""In the order of automatic choice."""
+"""In the order of automatic choice. any_torch runs everything, so what is behind it runs only where it is named:
+QuTLASS, whose codes may differ from the definition's next to a tie."""
 
 
 def get_backend(name: str, layer: str | None = None) -> Backend:
-    """The backend of that name. Raises BackendRefusal for any other name."""
+    """The backend of that name. Raises BackendRefusal for any other name.
+
+    'blackwell_flashinfer:<kernel>' is that backend with one kernel of FlashInfer, see there.
+    """
     for backend in BACKENDS:
         if name == backend.NAME:
             return backend
+    owner, _, kernel = name.partition(":")
+    if kernel and owner == blackwell_flashinfer.NAME:
+        return blackwell_flashinfer.named(kernel)
     raise refusal(
         "backend",
         f"there is no backend '{name}'.",
@@ -90,6 +109,8 @@ def select(
     Raises BackendRefusal with every reason when the requested one cannot run.
     """
     rejected: dict[str, list[str]] = {}
+    if problem is not None:
+        problem = replace(problem, capability=_capability(device, capability))
     candidates: Sequence[Backend] = BACKENDS if requested == "auto" else (get_backend(requested, layer),)
     for backend in candidates:
         reasons = backend.missing(device, capability)
@@ -113,6 +134,13 @@ def select(
 def op_backend(operation: str, device: torch.device, requested: str) -> Backend:
     """The backend of an op called by itself, by the machine alone; that answer does not change in a process's life."""
     return select(None, device, requested, operation=operation).backend
+
+
+def _capability(device: torch.device, given: tuple[int, int] | None) -> tuple[int, int] | None:
+    """The capability that a layer would run on: the one asked about, or that of the GPU at hand."""
+    if given is not None or device.type != "cuda" or not torch.cuda.is_available():
+        return given
+    return capability_of(device)
 
 
 def _why(name: str, rejected: dict[str, list[str]]) -> str:

@@ -121,6 +121,7 @@ def matmul(
     out_dtype: torch.dtype,
 ) -> Tensor:
     """(M, K) x (N, K)^T -> (M, N); packed weights are decoded slice by slice, never as a whole."""
+    assert weight.data.dtype != torch.int32, "fragments are gpu_triton's to multiply"
     if x_block_scale is not None:
         x = decode_codes(x, decode_block_scale(x_block_scale, weight.format), weight.format.group_size, torch.float32)
     n, k = weight.data.shape[0], x.shape[1]

@@ -9,6 +9,10 @@ Hopper GPUs with Triton 3.6 take the kernel of rotate_quantize_hopper.py for bf1
 multiple of 64), all else takes the portable one of rotate_quantize.py: both multiply exact pieces of the matrix, sum in
 fp32 and round in the same way. A matrix is looked at once, at its first use, and the form that the kernels multiply is
 kept beside it: `matrix.data` must not be written to in place on a GPU.
+
+Weights are decoded to bf16 once and multiplied by the library; with `weights="packed"` they stay at 4.5 bits, in
+fragments that kernels of our own decode on the way to the matrix units (gpu_product.py). Those kernels were run and
+checked on an NVIDIA H200, by themselves; through this backend they were not run yet, so `auto` does not take them.
 """
 
 from __future__ import annotations
@@ -19,8 +23,8 @@ from torch import Tensor
 from ..kernels import CODES, ROTATED, VALUES
 from ..layouts import BLOCKED_128x4
 from ..settings import triton_interprets
-from ..tensor import FP4Tensor
-from . import any_torch
+from ..tensor import FP4Tensor, decode_block_scale, decode_codes
+from . import any_torch, gpu_product
 from .gpu_launch import Task, encode_scale, launch, triton_version
 from .gpu_launch import capability as capability_of
 from .gpu_pieces import is_capturing, is_met
@@ -55,7 +59,9 @@ def refuses(problem: Problem) -> list[str]:
 
 
 def prepare(weight: FP4Tensor, mode: str) -> Tensor | None:
-    """As any_torch, which multiplies."""
+    """For mode 'packed' fragments (gpu_product.py) where they can be; else as any_torch, which then multiplies."""
+    if mode == "packed" and gpu_product.runs_on(weight.device):
+        return gpu_product.prepare(weight)
     return any_torch.prepare(weight, mode)
 
 
@@ -109,8 +115,13 @@ def matmul(
     bias: Tensor | None,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """(M, K) x (N, K)^T -> (M, N), by any_torch."""
-    return any_torch.matmul(x, x_block_scale, x_tensor_scale, weight, bias, out_dtype)
+    """(M, K) x (N, K)^T -> (M, N): of fragments by kernels of our own, else by any_torch."""
+    if weight.data.dtype != torch.int32:
+        return any_torch.matmul(x, x_block_scale, x_tensor_scale, weight, bias, out_dtype)
+    if x_block_scale is not None:
+        values = decode_block_scale(x_block_scale, weight.format)
+        x = decode_codes(x, values, weight.format.group_size, torch.bfloat16)
+    return gpu_product.matmul(x, x_tensor_scale, weight, bias, out_dtype)
 
 
 def _fusable(x: Tensor, blocks: Blocks | None) -> tuple[Tensor, Blocks | None]:

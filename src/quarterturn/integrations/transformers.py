@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from ..backends import select
 from ..checkpoint import Checkpoint, open_checkpoint
 from ..checkpoint.files import refuse
 from ..errors import missing_package, refusal
@@ -77,14 +78,29 @@ def load(
     return result
 
 
-def explain(model: nn.Module, dtype: torch.dtype | None = None) -> list[Explanation]:
-    """What runs each FP4 layer of a model, and why, in the model's order. dtype: of the inputs, default the model's."""
+def explain(
+    model: nn.Module, dtype: torch.dtype | None = None, capability: tuple[int, int] | None = None
+) -> list[Explanation]:
+    """What runs each FP4 layer of a model, and why, in the model's order.
+
+    dtype: of the inputs, default the model's. capability: asks what would run on an NVIDIA GPU of that capability, with
+    the packages installed here, whatever device the model is on. Raises BackendRefusal where nothing would.
+    """
     own: torch.dtype = dtype or getattr(model, "dtype", torch.bfloat16)  # type: ignore[assignment]
     return [
-        replace(module.explain(own), layer=module.name or name)
+        replace(_explanation(module, own, capability), layer=module.name or name)
         for name, module in model.named_modules()
         if isinstance(module, FP4Linear)
     ]
+
+
+def _explanation(layer: FP4Linear, dtype: torch.dtype, capability: tuple[int, int] | None) -> Explanation:
+    here = layer.explain(dtype)
+    if capability is None:
+        return here
+    device, asked = torch.device("cuda"), layer.requested_backend
+    there = select(layer.problem(dtype), device, asked, layer=layer.name or None, capability=capability)
+    return replace(here, backend=there.name, reason=there.reason, rejected=there.rejected, weights="not prepared")
 
 
 def _check_choices(**choices: tuple[str, tuple[str, ...]]) -> None:

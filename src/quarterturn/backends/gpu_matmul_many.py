@@ -1,0 +1,264 @@
+"""Launches of the product for many tokens: how it is cut, its workspace, and the two ways to compute it.
+
+`many` runs kernels/matmul_many.py (Hopper); `by_library` decodes slices of the weight and calls the library's product,
+on any GPU of capability 8.0 or more. Both take what a prepared layer keeps: fragments (weight_layout.py) and alpha, the
+fp32 tensor scale of each row's output range times 2^exponent of the fragments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from math import ceil
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..formats import MXFP4, FP4Format
+from ..weight_layout import Fragments
+from .gpu_launch import _Described, _multiprocessors, capability
+
+
+class Cut(NamedTuple):
+    """rows and tokens of a tile; stages of `depth` blocks of 64 of x in shared memory; programs a tile is split into
+    along K, and whether they wait for each other; whether weights meet x in its natural order; programs a
+    multiprocessor."""
+
+    rows: int
+    tokens: int
+    stages: int
+    depth: int
+    split: int
+    together: bool
+    natural: bool
+    programs: int
+
+
+@lru_cache(maxsize=4096)
+def cut(m: int, n: int, k: int, multiprocessors: int, ordered: bool, together: bool = True) -> Cut:
+    """The fastest by an estimate from times measured on an H200. ordered: x comes in the order of fragments.
+
+    together: the programs of a tile may wait for each other, since no other split product runs at the same time.
+    """
+    options = []
+    for tile in [_TILES[32]] if m <= 32 else [_TILES[64]] if m <= 64 else [_TILES[128], _TILES[256]]:
+        count, room = -(-n // _ROWS) * -(-m // tile.tokens), tile.programs * multiprocessors
+        for split in _SPLITS:
+            chunks = ceil(ceil(k / 256) / split)
+            if split == 1 or (count * split <= room and chunks >= 2):
+                waves = -(-count * split // room)
+                adding = 0 if split == 1 else 2 + tile.tokens / 64 + (0 if together else split / 4)
+                options.append((waves * (4 * chunks * tile.block_us + 2) + adding, split, tile))
+    _, split, tile = min(options)
+    # Ordering x moves 4 bytes a value of x; in its natural order the product takes some 4 to 6% longer.
+    natural = not ordered and tile.tokens == 256 and n < _NATURAL_BELOW
+    return Cut(_ROWS, tile.tokens, 4, tile.depth, split, together, natural, tile.programs)
+
+
+class _Tile(NamedTuple):
+    """tokens; blocks of x a stage; programs a multiprocessor; time of a block of 64 of K when all of them run."""
+
+    tokens: int
+    depth: int
+    programs: int
+    block_us: float
+
+
+_TILES = {
+    32: _Tile(32, 2, 2, 0.34),
+    64: _Tile(64, 2, 2, 0.40),
+    128: _Tile(128, 2, 1, 0.35),
+    256: _Tile(256, 1, 1, 0.67),
+}
+_ROWS = 128
+_SPLITS = (1, 2, 3, 4, 5, 6, 8)
+_NATURAL_BELOW = 9000
+_WARPS = 8
+_GROUP = 16  # token tiles that share weights in L2
+_REGISTERS_OF_TWO = 80  # a thread, so that two programs of eight warps and their helpers fit on a multiprocessor
+_SLICE = 24 << 20  # bytes of decoded weights that stay in L2
+
+
+class Workspace(NamedTuple):
+    """Partial sums and counters of split products of one stream at a time. counts is zero between launches."""
+
+    parts: Tensor
+    counts: Tensor
+
+
+def workspace(device: torch.device) -> Workspace:
+    """What any product on the device needs."""
+    most = 2 * _multiprocessors(device)
+    return Workspace(
+        torch.empty(most * _ROWS * 128, dtype=torch.float32, device=device),
+        torch.zeros(2 * most, dtype=torch.int32, device=device),
+    )
+
+
+def order(x: Tensor) -> Tensor:
+    """x (M, K) -> (M, K up to 64) in the order of fragments. K is a multiple of 8, rows contiguous, 16-byte aligned."""
+    m, k = x.shape
+    blocks = -(-k // 64)
+    out = x.new_empty(m, blocks * 64)
+    _order_launcher(x.device, x.dtype)(blocks, x, out, m, k, x.stride(0))
+    return out
+
+
+def many(
+    x: Tensor, weight: Fragments, alpha: Tensor, x_scale: Tensor, bias: Tensor | None, space: Workspace,
+    out: Tensor | None = None, ordered: bool = False, chosen: Cut | None = None,
+) -> Tensor:  # fmt: skip
+    """x (M, K) @ weight^T (N, K) -> (M, N) of x's dtype, M at least 1. Hopper alone; x is on the current device.
+
+    alpha: fp32 (N). x_scale: fp32 (1) or (M). bias: fp32 (N). ordered: x is (M, K up to 64) as `order` gives it.
+    space: of this stream; no other product may use it, nor, unless `chosen` says that programs do not wait for each
+    other, may another product of this kind run at the same time on another stream.
+    """
+    m, n, k = x.shape[0], weight.n, weight.k
+    if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:
+        x = x.clone(memory_format=torch.contiguous_format)
+    how = chosen or cut(m, n, k, _multiprocessors(x.device), ordered)
+    if not ordered and not how.natural:
+        x = order(x)
+    tiles16, blocks = weight.codes.shape[:2]
+    config = Config(
+        x.device, x.dtype, weight.format, how, blocks % 4 == 0, bias is not None, x_scale.numel() > 1, n % 8 == 0
+    )
+    y = x.new_empty(m, n) if out is None else out
+    row_tiles, token_tiles = -(-n // how.rows), -(-m // how.tokens)
+    launcher(config)(
+        row_tiles * token_tiles * how.split, x, weight.codes, weight.scales, y, alpha, x_scale,
+        alpha if bias is None else bias, space.parts, space.counts, m, n, row_tiles, token_tiles,
+        weight.scales.shape[1], blocks, tiles16,
+    )  # fmt: skip
+    return y
+
+
+class Config(NamedTuple):
+    """What the kernel is compiled for. even: blocks of K are a multiple of 4; by_tma: N is a multiple of 8."""
+
+    device: torch.device
+    dtype: torch.dtype
+    format: FP4Format
+    cut: Cut
+    even: bool
+    bias: bool
+    by_row: bool
+    by_tma: bool
+
+    def constants(self) -> dict[str, Any]:
+        """The constexpr arguments of the kernel."""
+        from ..kernels import matmul_many as kernels
+
+        rows, tokens, stages, depth, split, together, natural, _ = self.cut
+        asm, constraints = kernels.decode_asm(self.format, self.dtype == torch.float16)
+        return {
+            "ROWS": rows, "TOKENS": tokens, "STAGES": stages, "DEPTH": depth, "SPLIT": split, "TOGETHER": together,
+            "GROUP": _GROUP, "NATURAL": natural, "EVEN": self.even, "HAS_BIAS": self.bias, "X_BY_ROW": self.by_row,
+            "TMA_OUT": self.by_tma, "LANES": 16 if self.format == MXFP4 else 32,
+            "CODES": kernels.fragment_layout(rows, 4, _WARPS), "SCALES": kernels.fragment_layout(rows, 2, _WARPS),
+            "PAIRS": kernels.pair_layout(rows, _WARPS), "ASM": asm, "CONSTRAINTS": constraints, "num_warps": _WARPS,
+        }  # fmt: skip
+
+    def options(self) -> dict[str, Any]:
+        """The compiler's options."""
+        return {"enable_fp_fusion": False, **({"maxnreg": _REGISTERS_OF_TWO} if self.cut.programs == 2 else {})}
+
+
+@lru_cache(maxsize=512)
+def launcher(config: Config) -> Callable[..., None]:
+    """The kernel of a configuration, compiled at the first call and launched with little Python after that."""
+    from triton.experimental.gluon.language import NVMMASharedLayout
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+    from triton.runtime import driver
+
+    from ..kernels.matmul_many import matmul_many as kernel
+
+    constants, how = config.constants(), config.cut
+    # Any memory will do to compile for: 16-byte aligned.
+    like = torch.empty(1024, 1024, dtype=config.dtype, device=config.device)
+    fp32, int32 = like.view(torch.float32), like.view(torch.int32)
+    layout = NVMMASharedLayout(128, 16, 2)
+    compiled = kernel.warmup(
+        TensorDescriptor(like, [1024, 1024], [1024, 1], [how.tokens, 64 * how.depth], layout),
+        TensorDescriptor(like, [1024, 1024], [1024, 1], [how.tokens, how.rows], layout),
+        int32, int32, like, fp32, fp32, fp32, fp32, int32, 2, 2, 2, 2, 2, 2, 2, **constants, **config.options(),
+        launch_pdl=True, grid=(1,),
+    )  # fmt: skip
+    compiled._init_handles()
+    index, run, function, metadata = config.device.index, compiled.run, compiled.function, compiled.packed_metadata
+    constexprs = [constants[name] for name in kernel.arg_names if name in constants]
+    stream_of, by_tma = driver.active.get_current_stream, config.by_tma
+    unused = _Described(like, [1024, 1024], [1024, 1])
+
+    def start(programs: int, x: Tensor, codes: Tensor, scales: Tensor, y: Tensor, *rest: Any) -> None:
+        m, width = x.shape
+        n = y.shape[1]
+        run(
+            programs, 1, 1, stream_of(index), function, metadata, None, None, None,
+            _Described(x, [m, width], [x.stride(0), 1]), _Described(y, [m, n], [n, 1]) if by_tma else unused,
+            codes, scales, y, *rest, *constexprs,
+        )  # fmt: skip
+
+    return start
+
+
+@lru_cache(maxsize=64)
+def _order_launcher(device: torch.device, dtype: torch.dtype) -> Callable[..., None]:
+    from triton.runtime import driver
+
+    from ..kernels.order_tokens import TOKENS, load_layout
+    from ..kernels.order_tokens import order_tokens as kernel
+
+    hopper = capability(device)[0] >= 9
+    constants = {"TOKENS": TOKENS, "LOAD": load_layout(), "HOPPER": hopper}
+    like = torch.empty(64, dtype=dtype, device=device)
+    compiled = kernel.warmup(like, like, 2, 64, 64, 64, **constants, num_warps=4, launch_pdl=hopper, grid=(1,))
+    compiled._init_handles()
+    index, run, function, metadata = device.index, compiled.run, compiled.function, compiled.packed_metadata
+    stream_of = driver.active.get_current_stream
+
+    def start(blocks: int, x: Tensor, out: Tensor, m: int, k: int, stride: int) -> None:
+        run(
+            blocks, -(-m // TOKENS), 1, stream_of(index), function, metadata, None, None, None,
+            x, out, m, k, stride, blocks * 64, *constants.values(),
+        )  # fmt: skip
+
+    return start
+
+
+def by_library(
+    x: Tensor, weight: Fragments, alpha: Tensor, x_scale: Tensor, bias: Tensor | None, out: Tensor | None = None
+) -> Tensor:
+    """As `many`, with x as it was: slices of decoded weights times x, fp32 sums, scaled and rounded once."""
+    m, n, k = x.shape[0], weight.n, weight.k
+    tiles16, blocks = weight.codes.shape[:2]
+    y = x.new_empty(m, n) if out is None else out
+    step = max(_SLICE // (blocks * 128) // 64, 1) * 64
+    scratch = x.new_empty(min(step, tiles16 * 16), blocks * 64)
+    scale = x_scale.view(-1, 1)
+    for start in range(0, n, step):
+        rows = slice(start, min(start + step, n))
+        count = -(-(rows.stop - start) // 16)
+        decode(weight, x.dtype, start // 16, count, scratch)
+        acc = torch.mm(x, scratch[: rows.stop - start, :k].t(), out_dtype=torch.float32)
+        acc *= scale * alpha[rows]
+        if bias is not None:
+            acc += bias[rows]
+        y[:, rows] = acc
+    return y
+
+
+def decode(weight: Fragments, dtype: torch.dtype, first: int, count: int, out: Tensor) -> None:
+    """`count` tiles of 16 rows from tile `first` on -> out (16 * count or more, blocks * 64), * 2^-exponent."""
+    from ..kernels.decode_fragments import decode_fragments, store_layout
+    from ..kernels.matmul_many import decode_asm, fragment_layout
+
+    blocks, chunks = weight.codes.shape[1], weight.scales.shape[1]
+    asm, constraints = decode_asm(weight.format, dtype == torch.float16)
+    decode_fragments[(blocks, -(-count // 4))](
+        weight.codes[first:], weight.scales[first:].view(torch.int32), out.view(torch.int32), count, blocks, chunks,
+        LANES=16 if weight.format == MXFP4 else 32, CODES=fragment_layout(64, 4, 4), ASM=asm, CONSTRAINTS=constraints,
+        ROWS=64, P=store_layout(64), num_warps=4,
+    )  # fmt: skip

@@ -1,0 +1,91 @@
+"""The product on NVIDIA GPUs with weights in fragments: which kernel runs, by the number of rows, and its arguments.
+
+| rows of x                  | runs                                                                         |
+|----------------------------|------------------------------------------------------------------------------|
+| up to 16                   | gpu_matmul.few: mma.sync, on any GPU of capability 8.0 or more               |
+| more, on Hopper            | gpu_matmul_many.many: wgmma                                                  |
+| more, elsewhere            | gpu_matmul_many.by_library: slices of decoded weights, the library's product |
+| a result of another dtype  | by_library                                                                   |
+| fp32, or fp16 with MXFP4   | any_torch, of the codes and scales made again from the fragments             |
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from .. import weight_layout
+from ..tensor import FP4Tensor, per_output
+from . import any_torch, gpu_launch
+from .gpu_matmul import MOST_TOKENS, few
+from .gpu_matmul_many import Workspace, by_library, cut, many, workspace
+from .protocol import Weight
+
+
+def runs_on(device: torch.device) -> bool:
+    """Whether weights can be kept in fragments there: capability 8.0, and the Triton that the kernels were run with."""
+    if device.type != "cuda" or gpu_launch.triton_version() not in gpu_launch.HOPPER_TRITON:
+        return False
+    return gpu_launch.capability(device) >= (8, 0) and torch.version.hip is None
+
+
+def prepare(weight: FP4Tensor) -> Tensor | None:
+    """int32 (N, weight_layout.stored_width), of codes, scales and the factor of each row; None for a weight that has
+    no such form: a negative block scale, or MXFP4 scales above 2^9."""
+    scales = weight.linear_block_scale()
+    if weight.format.has_tensor_scale and bool((scales.view(torch.uint8) > 0x7F).any()):
+        return None
+    n, _ = weight.shape
+    fragments = weight_layout.forward(weight.codes, scales, weight.format)
+    alpha = per_output(weight.tensor_scale, weight.output_sizes) * 2.0**weight_layout.STORED_EXPONENT
+    made = weight_layout.stored(fragments, alpha.expand(n))
+    if made is not None and made.is_cuda:
+        torch.cuda.current_stream(made.device).synchronize()  # kernels ask for weights before others have ended
+    return made
+
+
+def matmul(
+    x: Tensor, x_tensor_scale: Tensor | None, weight: Weight, bias: Tensor | None, out_dtype: torch.dtype
+) -> Tensor:
+    """x (M, K) values times a weight that `prepare` made -> (M, N) of out_dtype."""
+    fmt, (m, k), n = weight.format, x.shape, weight.data.shape[0]
+    fragments, alpha = weight_layout.from_stored(weight.data, k, fmt)
+    if x.dtype == torch.float32 or (x.dtype == torch.float16 and fmt.has_e8m0_scale):
+        codes, scales = weight_layout.inverse(fragments)
+        packed = replace(weight, data=codes, block_scale=scales.view(torch.uint8))
+        return any_torch.matmul(x, None, x_tensor_scale, packed, bias, out_dtype)
+    out = torch.empty(m, n, dtype=out_dtype, device=x.device)
+    if not out.numel():
+        return out
+    if not x.is_contiguous() or x.data_ptr() % 16:
+        x = x.clone(memory_format=torch.contiguous_format)
+    with gpu_launch._on(x.device):
+        if out_dtype == x.dtype and m <= MOST_TOKENS:
+            few(x, replace(fragments, exponent=0), alpha, x_tensor_scale, bias, out, after=_hopper(x))
+            return out
+        scale = gpu_launch._constant(1.0, x.device) if x_tensor_scale is None else x_tensor_scale.view(-1)
+        bias = None if bias is None else bias.float()
+        if out_dtype == x.dtype and _hopper(x):
+            # Programs that wait for each other may wait for ever beside another product on another stream.
+            chosen = cut(m, n, k, gpu_launch._multiprocessors(x.device), False, together=False)
+            return many(x, fragments, alpha, scale, bias, _space(x.device), out, chosen=chosen)
+        return by_library(x, fragments, alpha, scale, bias, out)
+
+
+def _hopper(x: Tensor) -> bool:
+    return gpu_launch.capability(x.device)[0] == 9
+
+
+def _space(device: torch.device) -> Workspace:
+    """Of the current stream; while a graph is captured one of its own, which is cleared when it runs."""
+    if torch.cuda.is_current_stream_capturing():
+        return workspace(device)
+    return _kept_space(device, torch.cuda.current_stream(device).cuda_stream)
+
+
+@lru_cache(maxsize=64)
+def _kept_space(device: torch.device, stream: int) -> Workspace:
+    return workspace(device)

@@ -1,0 +1,317 @@
+"""y = x @ w^T for many tokens on Hopper GPUs (sm_90): w in 4 bits as the left operand of wgmma, decoded in registers.
+
+A program makes a tile of y^T, ROWS of w by TOKENS of x, over all of K or one of SPLIT parts of it:
+
+    one warp         copies x by TMA into a ring of shared memory, 64 * DEPTH values of K a stage
+    the other warps  load fragments of w a chunk of 256 values ahead of their use, decode a block of 64 while wgmma
+                     multiplies the block before it, and finish: y = acc * (alpha * x_scale) + bias, one rounding
+
+With SPLIT > 1 the partial sums go to memory, where they are added in the order of K, so that the same input gives the
+same bits, run after run. TOGETHER: each program of a tile waits until all have left theirs and adds its share of the
+tile, which needs all programs of the launch on the GPU at once: no more of them than fit, and no other such launch
+beside it on another stream. Otherwise the last program to come adds the whole tile, and nobody waits.
+
+The order of K inside a block of 64 is that of weight_layout.py: x comes in it ("ordered", kernels/order_tokens.py), or
+NATURAL and the decoded weights change lanes to meet it.
+
+| x_desc     | (M, K up to 64) bf16 or fp16 (fp16: NVFP4 alone), 16-byte aligned, tiles (TOKENS, 64 * DEPTH)      |
+| y_desc, y  | (M, N) of x's dtype, contiguous; tiles (TOKENS, ROWS) where N is a multiple of 8, else unused      |
+| codes      | int32 (N/16, blocks, 32, 4) of weight_layout.py, and its scales as int32 (N/16, chunks, lanes, 2)  |
+| alpha      | fp32 (N): tensor scale of the row's output range, times 2^exponent of the fragments                |
+| x_scale    | fp32 (1) or, X_BY_ROW, (M); bias fp32 (N)                                                          |
+| parts      | fp32 (tiles * SPLIT, ROWS * TOKENS); counts: int32 (tiles, 2), zero before and after               |
+| sums       | fp32, in the order of K within a part                                                              |
+| does not   | check arguments, allocate                                                                          |
+| see        | docs/numerics.md, tests/test_matmul_many.py                                                        |
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from ..formats import FP4Format
+from . import fp4_decode
+from .matmul_sums import add, comes_last, finish, leave, meet
+
+
+def decode_asm(fmt: FP4Format, half: bool) -> tuple[str, str]:
+    """Text and constraints, for two rows of a lane: two words of each and a word of scales -> their eight pairs.
+
+    Output 2j+r is pair j of row r; inputs 16 and 17 are the first words of the rows, 18 and 19 the second ones, 20 the
+    scale bytes of the rows.
+    """
+    lines = ["{", ".reg .b32 t, u, c0, c1, s, negative_zero;", "mov.b32 negative_zero, 0x80008000;"]
+    for r in range(2):
+        lines += fp4_decode.scale("$20", r, "s", fmt, half)
+        lines += fp4_decode.values(f"${16 + r}", f"${18 + r}", "s", [f"${2 * j + r}" for j in range(8)], half)
+    return "\n".join([*lines, "}"]), "=&r," * 16 + ",".join("r" * 6)
+
+
+def fragment_layout(rows: int, words: int, num_warps: int) -> gl.DistributedLinearLayout:
+    """How fragments (rows / 16, 32, words) lie in threads: as the rows of an accumulator do."""
+    registers = [[0, 0, 1 << i] for i in range(_bits(words))]
+    registers += [[num_warps << i, 0, 0] for i in range(_bits(rows // (16 * num_warps)))]
+    lanes = [[0, 1 << i, 0] for i in range(5)]
+    warps = [[1 << i, 0, 0] for i in range(_bits(num_warps))]
+    return gl.DistributedLinearLayout(registers, lanes, warps, [], [rows // 16, 32, words])
+
+
+def pair_layout(rows: int, num_warps: int) -> gl.DistributedLinearLayout:
+    """How the pairs of neighbours (rows, 32) of a block lie in threads as wgmma's left operand."""
+    registers = [[8, 0], [0, 4], [0, 8], [0, 16]]
+    registers += [[16 * num_warps << i, 0] for i in range(_bits(rows // (16 * num_warps)))]
+    warps = [[16 << i, 0] for i in range(_bits(num_warps))]
+    return gl.DistributedLinearLayout(
+        registers, [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], warps, [], [rows, 32]
+    )  # fmt: skip
+
+
+def _bits(power: int) -> int:
+    return power.bit_length() - 1
+
+
+_PAIRS = gl.constexpr((gl.int32,) * 8)
+_TWO_BF16 = gl.constexpr((gl.bfloat16,) * 2)
+_TWO_FP16 = gl.constexpr((gl.float16,) * 2)
+
+
+@gluon.jit
+def _decode(
+    words, scales, dtype: gl.constexpr, ROWS: gl.constexpr, OPERAND: gl.constexpr, PAIRS: gl.constexpr,
+    NATURAL: gl.constexpr, ASM: gl.constexpr, CONSTRAINTS: gl.constexpr,
+):  # fmt: skip
+    """words (ROWS/16, 32, 4) and scale bytes (ROWS/16, 32) of a block -> the left operand (ROWS, 64)."""
+    first, second = words.reshape([ROWS // 16, 32, 2, 2]).split()
+    s = gl.convert_layout(scales, gl.SliceLayout(2, first.type.layout), assert_trivial=True).expand_dims(2)
+    s, _ = gl.broadcast(s, first)
+    # pair 2t+h of (tile of rows, lane, row / 8)
+    p0, p1, p2, p3, p4, p5, p6, p7 = gl.inline_asm_elementwise(
+        ASM, CONSTRAINTS, [first, second, s], dtype=_PAIRS, is_pure=True, pack=2
+    )
+    even = gl.join(gl.join(p0, p4), gl.join(p2, p6))
+    odd = gl.join(gl.join(p1, p5), gl.join(p3, p7))
+    pairs = gl.join(even, odd).reshape([ROWS // 16, 8, 4, 2, 2, 2, 2])  # tile, g, q, row / 8, t (two bits), h
+    if NATURAL:
+        pairs = gl.convert_layout(pairs.permute((0, 3, 1, 2, 4, 5, 6)).reshape([ROWS, 32]), PAIRS)
+    else:
+        pairs = pairs.permute((0, 3, 1, 4, 5, 6, 2)).reshape([ROWS, 32])
+        pairs = gl.convert_layout(pairs, PAIRS, assert_trivial=True)
+    rows = pairs.reshape([ROWS // 16, 2, 8, 32]).permute((0, 2, 3, 1))
+    upper, lower = gl.inline_asm_elementwise(
+        "mov.b32 $0, $2; mov.b32 $1, $3;", "=&r,=&r,r,r", [rows],
+        dtype=_TWO_FP16 if dtype == gl.float16 else _TWO_BF16, is_pure=True, pack=2,
+    )  # fmt: skip
+    values = gl.join(upper, lower).permute((0, 4, 1, 2, 3)).reshape([ROWS, 64])
+    return gl.convert_layout(values, OPERAND, assert_trivial=True)
+
+
+@gluon.jit
+def _load(codes, scales, chunk, blocks, LANES: gl.constexpr, EVEN: gl.constexpr):
+    """Fragments of a chunk: words of its four blocks, scale bytes of the first two and of the others."""
+    s01, s23 = gl.load(scales + chunk * (2 * LANES)).split()
+    at = codes + chunk * 512
+    c0 = gl.load(at)
+    if EVEN:
+        c1 = gl.load(at + 128)
+        c2 = gl.load(at + 256)
+        c3 = gl.load(at + 384)
+    else:  # blocks behind the last are read as the last; x is zero there, and the padding of scales is finite
+        c1 = gl.load(codes + gl.minimum(chunk * 4 + 1, blocks - 1) * 128)
+        c2 = gl.load(codes + gl.minimum(chunk * 4 + 2, blocks - 1) * 128)
+        c3 = gl.load(codes + gl.minimum(chunk * 4 + 3, blocks - 1) * 128)
+    return c0, c1, c2, c3, s01, s23
+
+
+@gluon.jit
+def _place(row_tiles, token_tiles, chunks, SPLIT: gl.constexpr, GROUP: gl.constexpr):
+    """This program's row tile, token tile, tile and part, and its first chunk of K and the one behind its last.
+
+    Tokens go fastest, in groups of GROUP tiles: programs that run together read the same weights, and x stays in L2.
+    """
+    tiles = row_tiles * token_tiles
+    part = gl.program_id(0) // tiles
+    tile = gl.program_id(0) - part * tiles
+    group = tile // (GROUP * row_tiles)
+    inside = tile - group * (GROUP * row_tiles)
+    across = gl.minimum(token_tiles - group * GROUP, GROUP)
+    row = inside // across
+    token = group * GROUP + inside - row * across
+    return row, token, tile, part, part * chunks // SPLIT, (part + 1) * chunks // SPLIT
+
+
+@gluon.jit
+def _wait_for_earlier_kernels():
+    """What comes before this may run while the kernel before this one ends (programmatic dependent launch)."""
+    gl.inline_asm_elementwise(
+        "griddepcontrol.wait; mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )  # fmt: skip
+
+
+@gluon.jit
+def _copy_x(
+    x_desc, x_tiles, full, empty, row_tiles, token_tiles, chunks, TOKENS: gl.constexpr, STAGES: gl.constexpr,
+    DEPTH: gl.constexpr, SPLIT: gl.constexpr, GROUP: gl.constexpr,
+):  # fmt: skip
+    """The warp that fills the ring."""
+    _, token, _, _, first, end = _place(row_tiles, token_tiles, chunks, SPLIT, GROUP)
+    STEPS: gl.constexpr = 4 // DEPTH
+    stage = 0
+    phase = 1
+    _wait_for_earlier_kernels()
+    for chunk in range(first, end):
+        for i in gl.static_range(STEPS):
+            mbarrier.wait(empty.index(stage + i), phase)
+            mbarrier.expect(full.index(stage + i), TOKENS * DEPTH * 128)
+            at = [token * TOKENS, chunk * 256 + i * (64 * DEPTH)]
+            tma.async_copy_global_to_shared(x_desc, at, full.index(stage + i), x_tiles.index(stage + i))
+        stage += STEPS
+        if stage == STAGES:
+            stage = 0
+            phase ^= 1
+
+
+@gluon.jit
+def _multiply(
+    y_desc, codes_ptr, scales_ptr, y_ptr, alpha_ptr, x_scale_ptr, bias_ptr, parts_ptr, counts_ptr, x_tiles, y_tile,
+    full, empty, m, n, row_tiles, token_tiles, chunks, blocks, tiles16, ROWS: gl.constexpr, TOKENS: gl.constexpr,
+    STAGES: gl.constexpr, DEPTH: gl.constexpr, SPLIT: gl.constexpr, TOGETHER: gl.constexpr, GROUP: gl.constexpr,
+    NATURAL: gl.constexpr, EVEN: gl.constexpr, HAS_BIAS: gl.constexpr, X_BY_ROW: gl.constexpr, TMA_OUT: gl.constexpr,
+    LANES: gl.constexpr, CODES: gl.constexpr, SCALES: gl.constexpr, PAIRS: gl.constexpr, ASM: gl.constexpr,
+    CONSTRAINTS: gl.constexpr,
+):  # fmt: skip
+    """The warps that decode and multiply."""
+    dtype: gl.constexpr = x_tiles.dtype
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, TOKENS, 16])
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
+    STEPS: gl.constexpr = 4 // DEPTH
+    row, token, tile, part, first, end = _place(row_tiles, token_tiles, chunks, SPLIT, GROUP)
+
+    tile16 = row * (ROWS // 16) + gl.arange(0, ROWS // 16, gl.SliceLayout(1, gl.SliceLayout(2, CODES)))[:, None, None]
+    lane = gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(2, CODES)))[None, :, None]
+    word = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, CODES)))[None, None, :]
+    codes = codes_ptr + gl.minimum(tile16, tiles16 - 1).to(gl.int64) * (blocks * 128) + (lane * 4 + word)
+    tile16 = row * (ROWS // 16) + gl.arange(0, ROWS // 16, gl.SliceLayout(1, gl.SliceLayout(2, SCALES)))[:, None, None]
+    lane = gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(2, SCALES)))[None, :, None]
+    word = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, SCALES)))[None, None, :]
+    scales = scales_ptr + gl.minimum(tile16, tiles16 - 1).to(gl.int64) * (chunks * 2 * LANES)
+    scales += lane // (32 // LANES) * 2 + word
+
+    c0, c1, c2, c3, s01, s23 = _load(codes, scales, first, blocks, LANES, EVEN)
+    a = _decode(c0, s01, dtype, ROWS, OPERAND, PAIRS, NATURAL, ASM, CONSTRAINTS)
+    a_before = a
+    acc = gl.zeros([ROWS, TOKENS], gl.float32, ACC)
+    stage = 0
+    phase = 0
+    for chunk in range(first, end):
+        n0, n1, n2, n3, t01, t23 = _load(codes, scales, gl.minimum(chunk + 1, end - 1), blocks, LANES, EVEN)
+        for j in gl.static_range(4):
+            if j % DEPTH == 0:
+                mbarrier.wait(full.index(stage + j // DEPTH), phase)
+            x_tile = x_tiles.index(stage + j // DEPTH)
+            if DEPTH == 2:
+                x_tile = x_tile.slice(j % 2 * 64, 64, 1)
+            use_acc = (chunk > first) | (j > 0)
+            acc = warpgroup_mma(a, x_tile.permute((1, 0)), acc, use_acc=use_acc, is_async=True)
+            # The block before is done: its registers and, at the end of a stage, its place in the ring are free.
+            acc, a_before = warpgroup_mma_wait(1, [acc, a_before])
+            if j == 0:
+                before = gl.where(stage == 0, STAGES - 1, stage - 1)
+                mbarrier.arrive(empty.index(before), count=1, pred=chunk > first)
+            elif j % DEPTH == 0:
+                mbarrier.arrive(empty.index(stage + j // DEPTH - 1), count=1)
+            a_before = a
+            if j == 0:
+                a = _decode(c1, s01 >> 16, dtype, ROWS, OPERAND, PAIRS, NATURAL, ASM, CONSTRAINTS)
+            elif j == 1:
+                a = _decode(c2, s23, dtype, ROWS, OPERAND, PAIRS, NATURAL, ASM, CONSTRAINTS)
+            elif j == 2:
+                a = _decode(c3, s23 >> 16, dtype, ROWS, OPERAND, PAIRS, NATURAL, ASM, CONSTRAINTS)
+            else:
+                a = _decode(n0, t01, dtype, ROWS, OPERAND, PAIRS, NATURAL, ASM, CONSTRAINTS)
+        c1 = n1
+        c2 = n2
+        c3 = n3
+        s01 = t01
+        s23 = t23
+        stage += STEPS
+        if stage == STAGES:
+            stage = 0
+            phase ^= 1
+    acc, a_before = warpgroup_mma_wait(0, [acc, a_before])
+    _wait_for_earlier_kernels()
+    if SPLIT == 1:
+        finish(
+            acc, y_desc, y_ptr, alpha_ptr, x_scale_ptr, bias_ptr, y_tile, m, n, row * ROWS, token * TOKENS, HAS_BIAS,
+            X_BY_ROW, TMA_OUT,
+        )  # fmt: skip
+    else:
+        leave(acc, parts_ptr + (tile * SPLIT + part).to(gl.int64) * (ROWS * TOKENS))
+        if TOGETHER:
+            meet(counts_ptr + tile * 2, SPLIT)
+            add(
+                y_ptr, alpha_ptr, x_scale_ptr, bias_ptr, parts_ptr + tile.to(gl.int64) * (SPLIT * ROWS * TOKENS), m, n,
+                row * ROWS, token * TOKENS, part, ROWS, TOKENS, SPLIT, HAS_BIAS, X_BY_ROW,
+            )  # fmt: skip
+        elif comes_last(counts_ptr + tile * 2, SPLIT):
+            for share in range(SPLIT):
+                add(
+                    y_ptr, alpha_ptr, x_scale_ptr, bias_ptr, parts_ptr + tile.to(gl.int64) * (SPLIT * ROWS * TOKENS), m,
+                    n, row * ROWS, token * TOKENS, share, ROWS, TOKENS, SPLIT, HAS_BIAS, X_BY_ROW,
+                )  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=["m", "n", "row_tiles", "token_tiles", "chunks", "blocks", "tiles16"])
+def matmul_many(
+    x_desc, y_desc, codes_ptr, scales_ptr, y_ptr, alpha_ptr, x_scale_ptr, bias_ptr, parts_ptr, counts_ptr, m, n,
+    row_tiles, token_tiles, chunks, blocks, tiles16, ROWS: gl.constexpr, TOKENS: gl.constexpr, STAGES: gl.constexpr,
+    DEPTH: gl.constexpr, SPLIT: gl.constexpr, TOGETHER: gl.constexpr, GROUP: gl.constexpr, NATURAL: gl.constexpr,
+    EVEN: gl.constexpr, HAS_BIAS: gl.constexpr, X_BY_ROW: gl.constexpr, TMA_OUT: gl.constexpr, LANES: gl.constexpr,
+    CODES: gl.constexpr, SCALES: gl.constexpr, PAIRS: gl.constexpr, ASM: gl.constexpr, CONSTRAINTS: gl.constexpr,
+    num_warps: gl.constexpr,
+):  # fmt: skip
+    """row_tiles * token_tiles * SPLIT programs of num_warps warps and one more.
+
+    chunks: of 256 values of K; blocks, tiles16: of 64 values and of 16 rows that codes has. STAGES * DEPTH is 4 or 8.
+    EVEN: blocks is a multiple of 4. LANES: of the scales, 32 (NVFP4) or 16 (MXFP4).
+    """
+    x_tiles = gl.allocate_shared_memory(x_desc.dtype, [STAGES, TOKENS, 64 * DEPTH], x_desc.layout)
+    y_tile = gl.allocate_shared_memory(x_desc.dtype, [TOKENS, ROWS], y_desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=1)
+    fence_async_shared()
+    gl.thread_barrier()
+    gl.inline_asm_elementwise(
+        "griddepcontrol.launch_dependents; mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )  # fmt: skip
+    gl.warp_specialize(
+        [
+            (
+                _multiply,
+                (
+                    y_desc, codes_ptr, scales_ptr, y_ptr, alpha_ptr, x_scale_ptr, bias_ptr, parts_ptr, counts_ptr,
+                    x_tiles, y_tile, full, empty, m, n, row_tiles, token_tiles, chunks, blocks, tiles16, ROWS, TOKENS,
+                    STAGES, DEPTH, SPLIT, TOGETHER, GROUP, NATURAL, EVEN, HAS_BIAS, X_BY_ROW, TMA_OUT, LANES, CODES,
+                    SCALES, PAIRS, ASM, CONSTRAINTS,
+                ),
+            ),
+            (
+                _copy_x,
+                (
+                    x_desc, x_tiles, full, empty, row_tiles, token_tiles, chunks, TOKENS, STAGES, DEPTH, SPLIT, GROUP
+                ),
+            ),
+        ],
+        [1],
+        [24],
+    )  # fmt: skip

@@ -1,0 +1,283 @@
+"""The product for many tokens: its order of K, how it is cut, the machine code, and, on a GPU, its results."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+import torch
+from triton.experimental.gluon.language import NVMMASharedLayout
+
+from ahead_of_time import Compiled, Instruction, compile_kernel
+from quarterturn import weight_layout
+from quarterturn.backends.gpu_matmul_many import (
+    Config,
+    Cut,
+    by_library,
+    cut,
+    decode,
+    many,
+    order,
+    workspace,
+)  # fmt: skip
+from quarterturn.formats import MXFP4, NVFP4, FP4Format
+from quarterturn.kernels import decode_fragments, matmul_many, order_tokens
+from quarterturn.weight_layout import Fragments
+
+BF16, FP16 = torch.bfloat16, torch.float16
+MULTIPROCESSORS = 132
+REGISTERS, SHARED, SHARED_MOST = 65536, 233472, 232448  # of a Hopper multiprocessor, and of one program
+SHAPES = (
+    (28672, 4096),
+    (4096, 14336),
+    (8192, 8192),
+    (6144, 4096),
+    (4096, 4096),
+    (11008, 4096),
+    (3584, 18944),
+    (464, 464),
+)
+E2M1 = (0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6)
+
+
+def weight(n: int, k: int, fmt: FP4Format, device: str = "cpu") -> tuple[Fragments, torch.Tensor]:
+    """Random fragments and e2m1 * block_scale, float64 (n, k); some groups have the scale 0."""
+    generator = torch.Generator().manual_seed(n * 7 + k)
+    codes = torch.randint(0, 256, (n, k // 2), generator=generator, dtype=torch.uint8)
+    first, last = (0, 0x60) if fmt == NVFP4 else (118, 132)
+    scale = torch.randint(first, last, (n, k // fmt.group_size), generator=generator, dtype=torch.uint8)
+    scale = scale.view(fmt.scale_dtype)
+    values = torch.tensor(E2M1, dtype=torch.float64)[torch.stack((codes & 15, codes >> 4), -1).long()].view(n, k)
+    made = weight_layout.forward(codes.to(device), scale.to(device), fmt)
+    factor = scale.double() if fmt == NVFP4 else 2.0 ** (scale.view(torch.uint8).double() - 127)
+    return made, (values * factor.repeat_interleave(fmt.group_size, 1)).to(device)
+
+
+def ordered(x: torch.Tensor) -> torch.Tensor:
+    """What `order` gives, in PyTorch."""
+    padded = torch.nn.functional.pad(x, (0, -x.shape[1] % 64))
+    return padded.view(x.shape[0], -1, 4, 8, 2).transpose(2, 3).reshape(padded.shape)
+
+
+# ---- the order of K
+
+
+@pytest.mark.parametrize(("n", "k", "fmt"), [(48, 192, NVFP4), (40, 464, NVFP4), (33, 352, MXFP4)])
+def test_fragments_times_ordered_tokens_are_the_product(n: int, k: int, fmt: FP4Format) -> None:
+    """The pairs of a lane in the operand's columns, as the kernel puts them, against x in the order of `ordered`."""
+    codes = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8)
+    one = torch.full((n, k // fmt.group_size), 0x38 if fmt == NVFP4 else 127, dtype=torch.uint8)
+    made = weight_layout.forward(codes, one.view(fmt.scale_dtype), fmt)
+    pairs = torch.stack([weight_layout._bf16_of(pair) for pair in weight_layout._pairs(made.codes)], dim=-2)
+    tiles, blocks = made.codes.shape[:2]
+    # tile, block, g, q, row / 8, t, h, e -> row 16 tile + 8 (row / 8) + g, column 64 block + 16t + 8h + 2q + e
+    operand = pairs.double().view(tiles, blocks, 8, 4, 2, 4, 2, 2).permute(0, 4, 2, 1, 5, 6, 3, 7)
+    operand = operand.reshape(tiles * 16, blocks * 64)[:n] * 2.0**126
+    x = torch.randint(-8, 9, (5, k)).double()
+    assert torch.equal(ordered(x) @ operand.T, x @ weight_layout.decoded(made).double().T)
+
+
+def test_the_order_of_a_block() -> None:
+    placed = ordered(torch.arange(64.0).view(1, 64))[0].int().tolist()
+    assert placed[:16] == [0, 1, 16, 17, 32, 33, 48, 49, 2, 3, 18, 19, 34, 35, 50, 51]
+    assert all(placed[16 * t + 8 * h + 2 * q + e] == 16 * q + 4 * t + 2 * h + e
+               for t, h, q, e in itertools.product(range(4), range(2), range(4), range(2)))  # fmt: skip
+
+
+# ---- how it is cut
+
+
+def cuts() -> Iterator[tuple[int, int, int, Cut]]:
+    for (n, k), m, use in itertools.product(SHAPES, (1, 17, 33, 64, 65, 128, 256, 300, 1024, 4096), (False, True)):
+        yield m, n, k, cut(m, n, k, MULTIPROCESSORS, use)
+
+
+def test_split_products_fit_on_the_gpu_and_in_the_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quarterturn.backends.gpu_matmul_many._multiprocessors", lambda _: MULTIPROCESSORS)
+    space = workspace(torch.device("cpu"))
+    for m, n, k, how in cuts():
+        tiles = -(-n // how.rows) * -(-m // how.tokens)
+        assert how.split == 1 or tiles * how.split <= how.programs * MULTIPROCESSORS, (m, n, k, how)
+        assert how.split <= max(-(-k // 256), 1), (m, n, k, how)
+        if how.split > 1:
+            assert tiles * how.split * how.rows * how.tokens <= space.parts.numel(), (m, n, k, how)
+            assert 2 * tiles <= space.counts.numel(), (m, n, k, how)
+
+
+def test_what_was_measured_fastest_is_chosen() -> None:
+    fastest = {
+        (64, 28672, 4096): (64, 1), (64, 4096, 14336): (64, 8), (64, 8192, 8192): (64, 4), (64, 4096, 4096): (64, 8),
+        (128, 28672, 4096): (128, 1), (128, 4096, 14336): (128, 4), (128, 8192, 8192): (128, 2),
+        (256, 28672, 4096): (256, 1), (256, 4096, 14336): (128, 2), (256, 8192, 8192): (128, 1),
+        (256, 6144, 4096): (128, 1), (256, 4096, 4096): (128, 2), (4096, 28672, 4096): (256, 1),
+    }  # fmt: skip
+    for (m, n, k), want in fastest.items():
+        how = cut(m, n, k, MULTIPROCESSORS, True)
+        assert (how.tokens, how.split) == want, (m, n, k, how)
+
+
+# ---- the machine code
+
+
+def built(how: Cut, dtype: torch.dtype = BF16, fmt: FP4Format = NVFP4, plain: bool = True) -> Compiled:
+    """As `launcher` compiles it. plain: K and N are such as models have, no bias."""
+    config = Config(torch.device("cpu"), dtype, fmt, how, plain, not plain, not plain, plain)
+    kind, layout = "bf16" if dtype == BF16 else "fp16", NVMMASharedLayout(128, 16, 2)
+    signature = {
+        "x_desc": f"tensordesc<{kind}[{how.tokens}, {64 * how.depth}],{layout!r}>",
+        "y_desc": f"tensordesc<{kind}[{how.tokens}, {how.rows}],{layout!r}>", "codes_ptr": "*i32", "scales_ptr": "*i32",
+        "y_ptr": f"*{kind}", "alpha_ptr": "*fp32", "x_scale_ptr": "*fp32", "bias_ptr": "*fp32", "parts_ptr": "*fp32",
+        "counts_ptr": "*i32",
+        **dict.fromkeys(("m", "n", "row_tiles", "token_tiles", "chunks", "blocks", "tiles16"), "i32"),
+    }  # fmt: skip
+    return compile_kernel(matmul_many.matmul_many, signature, config.constants(), 90, num_warps=8, **config.options())
+
+
+def main_loop(code: Compiled) -> list[Instruction]:
+    """The loop over chunks: of those with a chunk's 16 wgmma, the shortest."""
+    return min((loop for loop in code.loops if sum(i.name == "HGMMA" for i in loop) == 16), key=len)
+
+
+def shape(tokens: int, split: int, natural: bool = False, together: bool = True) -> Cut:
+    depth, programs = {32: (2, 2), 64: (2, 2), 128: (2, 1), 256: (1, 1)}[tokens]
+    return Cut(128, tokens, 4, depth, split, together, natural, programs)
+
+
+COMPILED = {
+    "32 tokens": SimpleNamespace(how=shape(32, 8)),
+    "64 tokens": SimpleNamespace(how=shape(64, 1)),
+    "64 tokens, split": SimpleNamespace(how=shape(64, 8)),
+    "64 tokens, nobody waits": SimpleNamespace(how=shape(64, 5, together=False)),
+    "128 tokens": SimpleNamespace(how=shape(128, 1)),
+    "128 tokens, odd sizes": SimpleNamespace(how=shape(128, 4), plain=False),
+    "256 tokens": SimpleNamespace(how=shape(256, 1)),
+    "256 tokens, split": SimpleNamespace(how=shape(256, 4)),
+    "256 tokens, natural order": SimpleNamespace(how=shape(256, 1, True)),
+    "fp16": SimpleNamespace(how=shape(128, 1), dtype=FP16),
+    "mxfp4": SimpleNamespace(how=shape(256, 1), fmt=MXFP4),
+}
+
+
+@pytest.fixture(params=COMPILED.values(), ids=COMPILED)
+def compiled(request: pytest.FixtureRequest) -> tuple[Cut, Compiled]:
+    return request.param.how, built(**vars(request.param))
+
+
+def test_nothing_spills_in_the_loop(compiled: tuple[Cut, Compiled]) -> None:
+    _, code = compiled
+    assert not [i for i in main_loop(code) if i.name in ("LDL", "STL")], code.summary()
+    assert code.stack <= 8, code.summary()
+
+
+def test_the_programs_fit_beside_each_other(compiled: tuple[Cut, Compiled]) -> None:
+    how, code = compiled
+    threads = 32 * (8 + 4)  # the warp that copies x comes with three more
+    assert how.programs * threads * code.registers <= REGISTERS, code.summary()
+    assert code.shared <= SHARED_MOST, code.summary()
+    assert how.programs * (code.shared + 1024) <= SHARED, code.summary()
+
+
+def test_wgmma_runs_beside_the_decoding(compiled: tuple[Cut, Compiled]) -> None:
+    """One fence and one wait for the block before, a block: ptxas serializes none of the 16."""
+    how, code = compiled
+    loop = main_loop(code)
+    assert all(i.opcode.startswith(f"HGMMA.64x{how.tokens}x16.F32") for i in loop if i.name == "HGMMA"), code.summary()
+    assert sum(i.opcode == "WARPGROUP.ARRIVE" for i in loop) == 4, code.summary()
+    waits = [i.operands for i in loop if i.opcode.startswith("WARPGROUP.DEPBAR")]
+    assert len(waits) == 4, code.summary()
+    assert all(w.endswith("0x1") for w in waits), waits
+
+
+def test_instructions_and_loads_a_weight(compiled: tuple[Cut, Compiled], request: pytest.FixtureRequest) -> None:
+    """A lane decodes 128 weights a pass: 64 multiplications, 64 pairs placed, and what goes with them."""
+    how, code = compiled
+    loop = main_loop(code)
+    name = request.node.callspec.id
+    assert len(loop) / 128 <= {"256 tokens, natural order": 3.3, "fp16": 3.8}.get(name, 2.9), code.summary()
+    assert sorted(i.bits for i in loop if i.name == "LDG") == [64, 128, 128, 128, 128], code.summary()
+    assert sum(i.name == "LDSM" for i in loop) == (16 if how.natural else 0), code.summary()
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100, 120])
+def test_decoding_and_ordering_move_16_bytes_at_a_time(capability: int) -> None:
+    asm, constraints = matmul_many.decode_asm(NVFP4, False)
+    code = compile_kernel(
+        decode_fragments.decode_fragments,
+        {**dict.fromkeys(("codes_ptr", "scales_ptr", "out_ptr"), "*i32"),
+         **dict.fromkeys(("tiles", "blocks", "chunks"), "i32")},
+        {"LANES": 32, "CODES": matmul_many.fragment_layout(64, 4, 4), "ASM": asm, "CONSTRAINTS": constraints,
+         "ROWS": 64, "P": decode_fragments.store_layout(64)}, capability,
+    )  # fmt: skip
+    assert (code.global_stores, code.global_loads[128], code.stack) == ({128: 4}, 1, 0), code.summary()
+    code = compile_kernel(
+        order_tokens.order_tokens,
+        {"x_ptr": "*bf16", "out_ptr": "*bf16", "m": "i32", "k": "i32", "stride": "i32", "padded": "i32"},
+        {"TOKENS": order_tokens.TOKENS, "LOAD": order_tokens.load_layout(), "HOPPER": capability >= 90}, capability,
+        divisible=["x_ptr", "out_ptr", "k", "stride", "padded"],
+    )  # fmt: skip
+    assert (code.global_stores, code.global_loads, code.stack) == ({128: 2}, {128: 2}, 0), code.summary()
+
+
+# ---- results
+
+
+CASES = [
+    (20, 512, 4096, BF16, NVFP4, shape(32, 8)), (37, 464, 464, BF16, NVFP4, shape(64, 1)),
+    (64, 512, 4096, BF16, NVFP4, shape(64, 8)), (50, 333, 2064, BF16, NVFP4, shape(64, 5)),
+    (50, 333, 2064, BF16, NVFP4, shape(64, 5, together=False)), (100, 640, 2048, BF16, NVFP4, shape(128, 4)),
+    (100, 640, 2048, BF16, NVFP4, shape(128, 4, together=False)), (300, 1000, 1104, BF16, NVFP4, shape(256, 1)),
+    (300, 1000, 1104, BF16, NVFP4, shape(256, 1, True)), (256, 384, 1024, BF16, NVFP4, shape(256, 2)),
+    (128, 333, 576, FP16, NVFP4, shape(128, 1)), (300, 512, 2048, FP16, NVFP4, shape(256, 1, True)),
+    (64, 512, 1024, BF16, MXFP4, shape(64, 2)), (300, 640, 1088, BF16, MXFP4, shape(256, 1, True)),
+    (70, 1000, 1104, BF16, NVFP4, None), (70, 512, 4096, FP16, NVFP4, None), (70, 512, 1088, BF16, MXFP4, None),
+]  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("by_row", [False, True], ids=["one scale", "a scale a row"])
+@pytest.mark.parametrize("with_bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize(("m", "n", "k", "dtype", "fmt", "how"), CASES)
+def test_the_product_on_a_gpu(
+    m: int, n: int, k: int, dtype: torch.dtype, fmt: FP4Format, how: Cut | None, with_bias: bool, by_row: bool
+) -> None:
+    """Against float64 on the same operands: half a step of the result's rounding, and 2e-6 of the sum of magnitudes for
+    the order of fp32 additions. Twice the same bits; memory that nobody wrote would be NaN."""
+    made, exact = weight(n, k, fmt, "cuda")
+    x = torch.randn(m, k, device="cuda").to(dtype)
+    tensor_scale = (torch.rand(n, device="cuda") + 0.5) * 1e-3
+    x_scale = torch.rand(m if by_row else 1, device="cuda") + 0.5
+    bias = torch.randn(n, device="cuda") if with_bias else None
+    alpha, space, results = tensor_scale * 2.0**made.exponent, workspace(x.device), []
+    for _ in range(2):
+        y = torch.full((m, n), torch.nan, dtype=dtype, device="cuda")
+        if how is None:
+            by_library(x, made, alpha, x_scale, bias, out=y)
+        else:
+            many(x, made, alpha, x_scale, bias, space, out=y, chosen=how)
+        results.append(y)
+    factor = tensor_scale.double() * x_scale.double().view(-1, 1)
+    want = x.double() @ exact.T * factor + (0 if bias is None else bias.double())
+    size = x.double().abs() @ exact.abs().T * factor
+    half_step = 2.0**-9 if dtype == BF16 else 2.0**-12
+    error = (results[0].double() - want).abs()
+    assert bool((error <= want.abs() * 2 * half_step + size * 2e-6 + 1e-7).all()), float((error / size).max())
+    assert torch.equal(results[0], results[1])
+    assert int(space.counts.abs().sum()) == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("fmt", "dtype"), [(NVFP4, BF16), (NVFP4, FP16), (MXFP4, BF16)])
+def test_decoding_on_a_gpu_equals_the_layouts_own(fmt: FP4Format, dtype: torch.dtype) -> None:
+    made, exact = weight(333, 608, fmt, "cuda")
+    out = torch.full((336, 640), torch.nan, dtype=dtype, device="cuda")
+    decode(made, dtype, 0, 21, out)
+    assert torch.equal(out[:333, :608].double() * 2.0**made.exponent, exact)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("m", "k"), [(1, 64), (33, 464), (100, 4096)])
+def test_ordering_on_a_gpu_equals_its_twin(m: int, k: int) -> None:
+    x = torch.randn(m, k, device="cuda").bfloat16()
+    assert torch.equal(order(x), ordered(x))
