@@ -2,32 +2,13 @@
 
 from __future__ import annotations
 
-import datetime
 import json
-import platform
-import subprocess
 from pathlib import Path
 from typing import Any
 
-from quarterturn.machine import processor, version
+from quarterturn.machine import facts as machine
 
 RESULTS = Path(__file__).parent / "results"
-
-
-def machine() -> dict[str, Any]:
-    """Date, processor, GPU, and the versions that matter."""
-    import torch
-
-    facts: dict[str, Any] = {
-        "date": datetime.date.today().isoformat(),
-        "processor": processor(),
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-    }
-    if torch.cuda.is_available():
-        facts |= {"gpu": torch.cuda.get_device_name(), "driver": _driver(), "triton": version("triton")}
-    return facts
 
 
 def append(name: str, record: dict[str, Any]) -> None:
@@ -43,9 +24,4 @@ def read(name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def _driver() -> str:
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[0].strip()
-    except (OSError, subprocess.CalledProcessError, IndexError):
-        return "unknown"
+__all__ = ["RESULTS", "append", "machine", "read"]

@@ -126,7 +126,7 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         assert weight.codes.is_contiguous()
         return x.double() @ weight_layout.decoded(weight).double().T
 
-    def few(x, weight, w_scale, x_scale, bias, out, *, after):
+    def few(x, weight, w_scale, x_scale, bias, out, *, after, cut):
         assert 1 <= x.shape[0] <= 16
         assert after
         assert w_scale.shape == (weight.n,)

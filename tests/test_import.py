@@ -21,7 +21,7 @@ ORDER = [
     "kernels", "checks", "eager", "backends",
     "ops", "plan", "absent_weight", "sharing", "linear",
     "checkpoint", "integrations", "demo_model", "quantize",
-    "evaluate", "verify", "compare", "report", "cli",
+    "evaluate", "verify", "compare", "report", "bench", "cli",
 ]  # fmt: skip
 LEVEL = {name: level for level, name in enumerate(ORDER)}
 ANYWHERE = {"__init__", "__main__", "py.typed", "_version"}

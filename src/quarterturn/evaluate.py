@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -21,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from .errors import refusal
-from .integrations.models import check_tokens, context_length, refuse_encoder_decoder
+from .integrations.models import cache_argument, check_tokens, context_length, refuse_encoder_decoder
 from .machine import peak_memory
 
 if TYPE_CHECKING:
@@ -247,7 +246,7 @@ def speed(model: PreTrainedModel, prompt: Tensor, new_tokens: int = 32) -> Speed
     began = _now(model.device)
     out = model(input_ids=ids, use_cache=True)
     prefill = _now(model.device) - began
-    cache = "cache" if "cache" in signature(model.forward).parameters else "past_key_values"  # from 5.24 on
+    cache = cache_argument(model)
     began = _now(model.device)
     for _ in range(new_tokens):
         token = out.logits[:, -1:].argmax(-1)

@@ -1,11 +1,14 @@
-"""Facts of the machine and the process: processor and devices, versions of packages, the most memory used."""
+"""Facts of the machine and the process: processor and devices, versions of packages, memory used and free."""
 
 from __future__ import annotations
 
+import datetime
 import importlib.metadata
 import platform
+import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -37,6 +40,45 @@ def gpus() -> list[tuple[str, tuple[int, int], int]]:
         properties = torch.cuda.get_device_properties(index)
         found.append((properties.name, (properties.major, properties.minor), properties.total_memory))
     return found
+
+
+def facts() -> dict[str, Any]:
+    """What belongs to a record of speed: date, processor, GPU, and the versions that matter."""
+    found: dict[str, Any] = {
+        "date": datetime.date.today().isoformat(),
+        "processor": processor(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+    if torch.cuda.is_available():
+        found |= {"gpu": torch.cuda.get_device_name(), "driver": _driver(), "triton": version("triton")}
+    return found
+
+
+def _driver() -> str:
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[0].strip()
+    except (OSError, subprocess.CalledProcessError, IndexError):
+        return "unknown"
+
+
+def cache_bytes(device: torch.device) -> int:
+    """Bytes of a GPU's last cache; 0 where nobody says, as on CPUs."""
+    return getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0) if device.type == "cuda" else 0
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Bytes that can still be had on a device; None where the system does not say."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        lines = Path("/proc/meminfo").read_text("ascii").splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        return None
 
 
 def peak_memory() -> dict[str, int]:

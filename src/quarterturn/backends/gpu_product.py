@@ -7,6 +7,8 @@
 | more, elsewhere            | gpu_matmul_many.by_library: slices of decoded weights, the library's product |
 | a result of another dtype  | by_library                                                                   |
 | fp32, or fp16 with MXFP4   | any_torch, of the codes and scales made again from the fragments             |
+
+How a product is cut, the table of the device says (gpu_tuned.py), or a formula where it says nothing.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from ..tensor import FP4Tensor, per_output
 from . import any_torch, gpu_launch
 from .gpu_matmul import MOST_TOKENS, few
 from .gpu_matmul_many import Workspace, by_library, cut, many, workspace
+from .gpu_tuned import few_cut, many_cut
 from .protocol import Weight
 
 
@@ -64,13 +67,15 @@ def matmul(
         x = x.clone(memory_format=torch.contiguous_format)
     with gpu_launch._on(x.device):
         if out_dtype == x.dtype and m <= MOST_TOKENS:
-            few(x, replace(fragments, exponent=0), alpha, x_tensor_scale, bias, out, after=_hopper(x))
+            part, found = replace(fragments, exponent=0), few_cut(x.device, m, n, k)
+            few(x, part, alpha, x_tensor_scale, bias, out, after=_hopper(x), cut=found)
             return out
         scale = gpu_launch._constant(1.0, x.device) if x_tensor_scale is None else x_tensor_scale.view(-1)
         bias = None if bias is None else bias.float()
         if out_dtype == x.dtype and _hopper(x):
             # Programs that wait for each other may wait for ever beside another product on another stream.
-            chosen = cut(m, n, k, gpu_launch._multiprocessors(x.device), False, together=False)
+            chosen = many_cut(x.device, m, n, k)
+            chosen = chosen or cut(m, n, k, gpu_launch._multiprocessors(x.device), False, together=False)
             return many(x, fragments, alpha, scale, bias, _space(x.device), out, chosen=chosen)
         return by_library(x, fragments, alpha, scale, bias, out)
 

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from .. import __version__
-from . import inspecting, making, running
+from . import benching, inspecting, making, running
 
 app = typer.Typer(
     name="quarterturn",
@@ -41,6 +41,7 @@ for function in (
     running.generate,
     running.evaluate,
     running.verify,
+    benching.bench,
     making.quantize,
     making.compare,
     making.demo,

@@ -63,7 +63,25 @@ def generate(
     if temperature > 0:
         sampling["temperature"] = temperature
     streamer = TextStreamer(tokenizer, skip_prompt=not raw, skip_special_tokens=True)
-    model.generate(**inputs.to(model.device), streamer=streamer, max_new_tokens=max_new_tokens, **sampling)
+    sampling |= {"streamer": streamer, "max_new_tokens": max_new_tokens}
+    inputs = inputs.to(model.device)
+    if model.device.type != "cuda":
+        model.generate(**inputs, **sampling)
+    else:
+        _generate_captured(model, inputs, inputs["input_ids"].shape[1] + max_new_tokens, sampling)
+
+
+def _generate_captured(model: PreTrainedModel, inputs: Any, length: int, options: dict[str, Any]) -> None:
+    """With a static cache and steps from a CUDA graph; where that cannot be, as on a CPU, saying why."""
+    from ..integrations import decoding
+
+    with work("capturing a step"):
+        decoder, reason = decoding.capture(model, 1, length)
+    if decoder is None:
+        err.print(f"without a CUDA graph: {reason}")
+        model.generate(**inputs, **options)
+    else:
+        decoding.generate(model, decoder, inputs, **options)
 
 
 def open_model(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,11 @@ def refuse_encoder_decoder(operation: str, model: Any, do: str) -> None:
             needs=[("a model that continues one sequence of tokens", type(model).__name__)],
             do=do,
         )
+
+
+def cache_argument(model: Any) -> str:
+    """What a model's forward calls its cache: 'cache' from Transformers 5.24 on."""
+    return "cache" if "cache" in signature(model.forward).parameters else "past_key_values"
 
 
 def context_length(model: Any) -> int | None:
