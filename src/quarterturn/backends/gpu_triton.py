@@ -20,7 +20,7 @@ from ..kernels import CODES, ROTATED, VALUES
 from ..layouts import BLOCKED_128x4
 from ..settings import triton_interprets
 from ..tensor import FP4Tensor
-from . import any_torch
+from . import any_torch, gpu_wide
 from .gpu_launch import Task, encode_scale, launch, triton_version
 from .gpu_launch import capability as capability_of
 from .gpu_pieces import is_capturing, is_met
@@ -62,7 +62,7 @@ def prepare(weight: FP4Tensor, mode: str) -> Tensor | None:
 def rotate(x: Tensor, blocks: Blocks, out_dtype: torch.dtype) -> Tensor:
     """x (M, K) @ V per block, fp32 sums, rounded once to out_dtype."""
     if not _fuses(x, blocks):
-        return any_torch.rotate(x, blocks, out_dtype)
+        return _turned(x, blocks, out_dtype)
     out = torch.empty(x.shape, dtype=out_dtype, device=x.device)
     if x.numel():
         launch(Task(x, blocks, None, ROTATED, out))
@@ -117,7 +117,13 @@ def _fusable(x: Tensor, blocks: Blocks | None) -> tuple[Tensor, Blocks | None]:
     """Turned already, in fp32, where the kernels do not turn it."""
     if blocks is None or _fuses(x, blocks):
         return x, blocks
-    return any_torch.rotate(x, blocks, torch.float32), None
+    return _turned(x, blocks, torch.float32), None
+
+
+def _turned(x: Tensor, blocks: Blocks, out_dtype: torch.dtype) -> Tensor:
+    """x @ V per block where the kernels of R up to 128 do not turn it: in one pass, or by any_torch."""
+    turned = gpu_wide.rotate(x, blocks, out_dtype)
+    return any_torch.rotate(x, blocks, out_dtype) if turned is None else turned
 
 
 def _fuses(x: Tensor, blocks: Blocks) -> bool:
