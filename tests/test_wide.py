@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from quarterturn.backends import factors as factors_module
+from quarterturn.backends import gpu_wide
 from quarterturn.backends.factors import factorize
 from quarterturn.backends.gpu_wide import RUN, Wide, cut, fits, make_wide, rotate
 from quarterturn.backends.protocol import Blocks
@@ -93,6 +95,35 @@ def test_the_form_is_the_matrix(
     assert len({float(entry) for entry in wide.dense.abs().unique()} - {0.0}) == 1
     assert not wide.dense[wide.order :].any()
     assert not wide.dense[:, wide.order :].any()
+
+
+FAULTS = {
+    "signs read as none": ("_sign_bits", lambda kept: lambda signs: torch.zeros(len(signs), dtype=torch.int16)),
+    "random signs taken for those of the dense factor": ("_absorbed", lambda kept: lambda *a: (None, kept(*a)[1])),
+    "one more factor is of order two": ("_window", lambda kept: lambda parts: shorter(kept(parts))),
+}
+
+
+def shorter(window: slice | None) -> slice | None:
+    return None if window is None else slice(window.start + 1, window.stop)
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_planted_fault_turns_the_test_red(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = ((12, 64), True, False, -0.3, torch.bfloat16)
+    test_the_form_is_the_matrix(*case)
+    place, change = FAULTS[name]
+    monkeypatch.setattr(gpu_wide, place, change(getattr(gpu_wide, place)))
+    with pytest.raises((AssertionError, RuntimeError)):
+        test_the_form_is_the_matrix(*case)
+
+
+def test_the_transposed_matrix_is_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = ((12, 64), False, True, 1.0, torch.bfloat16)
+    test_the_form_is_the_matrix(*case)
+    monkeypatch.setattr(factors_module.Factors, "transposed", lambda self: self)
+    with pytest.raises(AssertionError):
+        test_the_form_is_the_matrix(*case)
 
 
 def test_signs_that_repeat_are_those_of_the_dense_factor() -> None:

@@ -1,9 +1,10 @@
 """Triton kernels on NVIDIA GPUs.
 
 | needs     | an NVIDIA GPU of capability 8.0 or more and Triton 3.6 or newer (or its interpreter: TRITON_INTERPRET=1) |
-| provides  | every op, format, rule, recipe, dtype and size; rotate + quantize in one launch for R = 16, 32, 64, 128 |
-| does not  | fuse other sizes, nor fp32 but on 8.0 and 9.0 (float64 makes z first); QuTLASS's MXFP4 is any_torch's |
-| run on    | NVIDIA H200; not run on other GPUs, for which its kernels are compiled in tests |
+| provides  | every op, format, rule, recipe, dtype and size; rotate + quantize in one launch for R = 16, 32, 64, 128, |
+|           | in two for full-width Hadamards, which gpu_wide.py rotates                                              |
+| does not  | fuse other sizes, nor fp32 but on 8.0 and 9.0 (float64 makes z first); QuTLASS's MXFP4 is any_torch's    |
+| run on    | NVIDIA H200, gpu_wide.py nowhere yet; not run on other GPUs, for which kernels are compiled in tests     |
 
 Hopper GPUs with Triton 3.6 take the kernel of rotate_quantize_hopper.py for bf16 and fp16 input behind a transform (K a
 multiple of 64), all else takes the portable one of rotate_quantize.py: both multiply exact pieces of the matrix, sum in

@@ -62,13 +62,15 @@ class Wide:
 
 
 class Cut(NamedTuple):
-    """How the kernel is cut: rows a tile, warps a program, tiles in flight a program, programs a multiprocessor; and
-    the digits of n, from the second on, that are left to the end."""
+    """How the kernel is cut: rows a tile, warps a program, tiles in flight a program, programs a multiprocessor, the
+    registers a thread that the compiler is held to; and the digits of n, from the second on, that are left to the end.
+    """
 
     rows: int
     num_warps: int
     stages: int
     programs: int
+    registers: int | None
     late: int
 
 
@@ -196,18 +198,21 @@ def _sign_bits(signs: Tensor) -> Tensor:
 def cut(wide: Wide, at: tuple[int, int]) -> Cut:
     """On a GPU of a capability; from what the compiler makes of it, not from measurements.
 
-    No spills, and as many programs as registers let. The widest tiles leave room for one program, which on Hopper has
-    its next tile on the way (the signs would be too: there is no shared memory for those). The product leaves the
-    second and third digit of n with a thread's neighbours; where runs lie along d, the tile changes hands earlier.
+    As many programs as registers let without spills, which signs and runs along d take more of. The widest tiles leave
+    room for one program, which on Hopper has its next tile on the way (signs would be too: there is no shared memory
+    for those). The product leaves the second and third digit of n with a thread's neighbours; where runs lie along d,
+    the tile changes hands earlier.
     """
-    values, late = wide.padded * wide.outer * wide.inner, 2 if wide.inner > 1 else 1
-    late = min(late, (wide.outer * wide.inner).bit_length() - 2)
+    values, signed = wide.padded * wide.outer * wide.inner, wide.left is not None or wide.right is not None
+    late = min(2 if wide.inner > 1 else 1, (wide.outer * wide.inner).bit_length() - 2)
     if values <= SMALL:
-        return Cut(SMALL // values, 4, 1, 4 if wide.padded <= 64 else 3, late)
+        most = 2 if wide.padded > 64 else 3 if signed and wide.inner == 1 else 4
+        return Cut(SMALL // values, 4, 1, most, 128 if most == 4 else None, late)
     if values < TILE:
-        return Cut(1, 8, 1, 2 if wide.padded < DENSE else 1, late)
-    ahead = at[0] == 9 and wide.padded < DENSE and wide.inner >= RUN and wide.left is wide.right is None
-    return Cut(1, 8, 2 if ahead else 1, 1, late)
+        two = wide.padded < DENSE and wide.inner > 1 and not signed
+        return Cut(1, 8, 1, 2 if two else 1, 128 if two else None, late)
+    ahead = at[0] == 9 and wide.padded < DENSE and wide.inner >= RUN and not signed
+    return Cut(1, 8, 2 if ahead else 1, 1, None, late)
 
 
 def constants(wide: Wide, at: tuple[int, int]) -> dict[str, Any]:
@@ -217,7 +222,7 @@ def constants(wide: Wide, at: tuple[int, int]) -> dict[str, Any]:
         "ORDER": wide.order, "PADDED": wide.padded, "OUTER": wide.outer, "INNER": wide.inner, "ROWS": made.rows,
         "STEPS": (wide.outer * wide.inner).bit_length() - 1, "LATE": made.late, "STAGES": made.stages,
         "LEFT": wide.left is not None, "RIGHT": wide.right is not None, "INTERPRETED": triton_interprets(),
-        "num_warps": made.num_warps,
+        "num_warps": made.num_warps, "maxnreg": made.registers,
     }  # fmt: skip
 
 
