@@ -17,25 +17,11 @@ from quarterturn import hadamard, ops, random_hadamard, reference
 from quarterturn.backends import any_torch, cpu_layer, factors
 from quarterturn.backends.factors import WIDE, factorize, factors_of
 from quarterturn.formats import FORMATS
+from wide_matrices import product, signs, small
 
 BACKENDS = pytest.mark.parametrize("backend", ["any_torch", "cpu_native"])
 DIRECTIONS = pytest.mark.parametrize("transpose", [False, True], ids=["straight", "transposed"])
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-
-
-def signs(*shape: int) -> Tensor:
-    return torch.randint(0, 2, shape).float() * 2 - 1
-
-
-def small(order: int) -> Tensor:
-    """A Hadamard matrix in fp32; of 172, which Paley's constructions leave out, signs at random: as good a factor."""
-    return signs(order, order) if order == 172 else hadamard(order).matrix.float()
-
-
-def product(*orders: int) -> Tensor:
-    """The Kronecker product of small matrices, the first order outermost, with signs at rows and columns."""
-    entries = reduce(torch.kron, map(small, orders))
-    return entries.mul_(signs(len(entries), 1)).mul_(signs(len(entries)))
 
 
 def irregular(size: int) -> Tensor:

@@ -96,13 +96,13 @@ def capability(device: torch.device) -> tuple[int, int]:
 
 
 @lru_cache(maxsize=64)
-def _multiprocessors(device: torch.device) -> int:
+def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def launch(task: Task) -> None:
     """Run the kernel that takes the task."""
-    with _on(task.x.device):
+    with on_device(task.x.device):
         if not hopper_takes(task):
             return _launch_portable(task)
         # Rows that lie apart are brought together, so that strides change no bit.
@@ -119,7 +119,7 @@ def launch(task: Task) -> None:
             _launch_hopper(task)
 
 
-def _on(device: torch.device) -> AbstractContextManager[object]:
+def on_device(device: torch.device) -> AbstractContextManager[object]:
     """Triton launches on the current device."""
     here = device.type != "cuda" or device.index == torch.cuda.current_device()
     return nullcontext() if here else torch.cuda.device(device)
@@ -314,8 +314,8 @@ class HopperConfig(NamedTuple):
 def _launch_hopper(task: Task) -> None:
     assert task.blocks is not None
     x, pieces = task.x, pieces_of(task.blocks, task.x.dtype)
-    multiprocessors = _multiprocessors(x.device)
-    few = x.numel() < _FEW * multiprocessors
+    processors = multiprocessors(x.device)
+    few = x.numel() < _FEW * processors
     factor, blocked = pieces.factor, task.blocked
     of_two = pieces.near and task.output == CODES
     columns = few_columns(x.numel() // (64 * max(64, pieces.size)), blocked, of_two) if few else 0
@@ -333,7 +333,7 @@ def _launch_hopper(task: Task) -> None:
     encode = pieces.matrix if task.quantizer is None else encode_scale(task.quantizer, x.device)
     reciprocal = (2**32 - 1) // per_row  # as an int32
     start(
-        programs * cut.parts if few else min(programs, multiprocessors * cut.programs),
+        programs * cut.parts if few else min(programs, processors * cut.programs),
         x, operand, pieces.matrix, task.out,
         encode if task.scale is None else task.scale, encode if task.tensor_scale is None else task.tensor_scale,
         encode, units, padded, per_row, reciprocal - 2**32 if reciprocal >= 2**31 else reciprocal,

@@ -1,9 +1,10 @@
 """Triton kernels on NVIDIA GPUs.
 
 | needs     | an NVIDIA GPU of capability 8.0 or more and Triton 3.6 or newer (or its interpreter: TRITON_INTERPRET=1) |
-| provides  | every op, format, rule, recipe, dtype and size; rotate + quantize in one launch for R = 16, 32, 64, 128 |
-| does not  | fuse other sizes, nor fp32 but on 8.0 and 9.0 (float64 makes z first); QuTLASS's MXFP4 is any_torch's |
-| run on    | NVIDIA H200; not run on other GPUs, for which its kernels are compiled in tests |
+| provides  | every op, format, rule, recipe, dtype and size; rotate + quantize in one launch for R = 16, 32, 64, 128, |
+|           | in two for full-width Hadamards, which gpu_wide.py rotates                                              |
+| does not  | fuse other sizes, nor fp32 but on 8.0 and 9.0 (float64 makes z first); QuTLASS's MXFP4 is any_torch's    |
+| run on    | NVIDIA H200, gpu_wide.py nowhere yet; not run on other GPUs, for which kernels are compiled in tests     |
 
 Hopper GPUs with Triton 3.6 take the kernel of rotate_quantize_hopper.py for bf16 and fp16 input behind a transform (K a
 multiple of 64), all else takes the portable one of rotate_quantize.py: both multiply exact pieces of the matrix, sum in
@@ -24,7 +25,7 @@ from ..kernels import CODES, ROTATED, VALUES
 from ..layouts import BLOCKED_128x4
 from ..settings import triton_interprets
 from ..tensor import FP4Tensor, decode_block_scale, decode_codes
-from . import any_torch, gpu_product
+from . import any_torch, gpu_product, gpu_wide
 from .gpu_launch import Task, encode_scale, launch, triton_version
 from .gpu_launch import capability as capability_of
 from .gpu_pieces import is_capturing, is_met
@@ -68,7 +69,7 @@ def prepare(weight: FP4Tensor, mode: str) -> Tensor | None:
 def rotate(x: Tensor, blocks: Blocks, out_dtype: torch.dtype) -> Tensor:
     """x (M, K) @ V per block, fp32 sums, rounded once to out_dtype."""
     if not _fuses(x, blocks):
-        return any_torch.rotate(x, blocks, out_dtype)
+        return _turned(x, blocks, out_dtype)
     out = torch.empty(x.shape, dtype=out_dtype, device=x.device)
     if x.numel():
         launch(Task(x, blocks, None, ROTATED, out))
@@ -128,7 +129,13 @@ def _fusable(x: Tensor, blocks: Blocks | None) -> tuple[Tensor, Blocks | None]:
     """Turned already, in fp32, where the kernels do not turn it."""
     if blocks is None or _fuses(x, blocks):
         return x, blocks
-    return any_torch.rotate(x, blocks, torch.float32), None
+    return _turned(x, blocks, torch.float32), None
+
+
+def _turned(x: Tensor, blocks: Blocks, out_dtype: torch.dtype) -> Tensor:
+    """x @ V per block where the kernels of R up to 128 do not turn it: in one pass, or by any_torch."""
+    turned = gpu_wide.rotate(x, blocks, out_dtype)
+    return any_torch.rotate(x, blocks, out_dtype) if turned is None else turned
 
 
 def _fuses(x: Tensor, blocks: Blocks) -> bool:
