@@ -1,0 +1,97 @@
+"""A file of several formats: FP4 layers are ours, FP8 layers, unquantized layers and an FP8 KV cache are vLLM's own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import quarterturn
+from engine_checks import VOCABULARY, Run, prompts, tiny_model, tokens
+
+EIGHT = {"num_bits": 8, "type": "float", "symmetric": True, "observer": None, "group_size": None, "actorder": None}
+DOWN = "mlp.down_proj.weight"
+
+
+def mixed(folder: Path, kv_cache: bool) -> Path:
+    """down_proj of layer 0 in FP8 (weights by row, inputs by token), of layer 1 unquantized, all else NVFP4."""
+    ignore = ("lm_head", "re:.*down_proj")
+    model, calibration = tiny_model(), tokens(4, 32, seed=7)
+    quarterturn.quantize(
+        model, "nvfp4", transform="hadamard:16", ignore=ignore, calibration=calibration, output=folder, progress=False
+    )
+    stored = load_file(folder / "model.safetensors")
+    weight = stored[f"model.layers.0.{DOWN}"].float()
+    scale = weight.abs().amax(1, keepdim=True) / 448
+    stored[f"model.layers.0.{DOWN}"] = (weight / scale).to(torch.float8_e4m3fn)
+    stored[f"model.layers.0.{DOWN}_scale"] = scale
+    if kv_cache:
+        for i in range(2):
+            for name in "kv":
+                stored[f"model.layers.{i}.self_attn.{name}_scale"] = torch.tensor([0.25])
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    entry = config["quantization_config"]
+    entry["config_groups"]["eight"] = {
+        "targets": ["re:.*layers.0.mlp.down_proj"],
+        "format": "float-quantized",
+        "weights": EIGHT | {"strategy": "channel", "dynamic": False},
+        "input_activations": EIGHT | {"strategy": "token", "dynamic": True},
+        "output_activations": None,
+    }
+    entry["format"], entry["ignore"] = "mixed-precision", ["lm_head", "model.layers.1.mlp.down_proj"]
+    entry["kv_cache_scheme"] = EIGHT | {"strategy": "tensor", "dynamic": False} if kv_cache else None
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def in_eight(layer: torch.nn.Linear) -> None:
+    """FP8 weights and inputs in an ordinary layer, as the file's group says: the reference of this test."""
+    scale = layer.weight.abs().amax(1, keepdim=True) / 448
+    layer.weight = torch.nn.Parameter((layer.weight / scale).to(torch.float8_e4m3fn).float() * scale, False)
+
+    def rounded(_: Any, arguments: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        step = arguments[0].abs().amax(-1, keepdim=True) / 448
+        return ((arguments[0] / step).to(torch.float8_e4m3fn).float() * step,)
+
+    layer.register_forward_pre_hook(rounded)
+
+
+@pytest.fixture(scope="module")
+def results(run_engine: Run, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("mixed")
+    paths = [mixed(folder / f"kv{kv}", kv) for kv in (False, True)]
+    return run_engine(
+        [{"path": str(path), "ids": prompts(VOCABULARY), "options": {"dtype": "bfloat16"}} for path in paths]
+    )
+
+
+def reference(tmp_path: Path, eight: bool) -> list[list[float]]:
+    """Log-probabilities of the library, with or without FP8 in down_proj of layer 0."""
+    ignore = ("lm_head", "re:.*down_proj")
+    options: dict[str, Any] = {"transform": "hadamard:16", "ignore": ignore, "calibration": tokens(4, 32, seed=7)}
+    quarterturn.quantize(tiny_model(), "nvfp4", output=tmp_path / "plain", progress=False, **options)
+    model = quarterturn.load(tmp_path / "plain", dtype="float32", device="cpu")
+    if eight:
+        in_eight(model.model.layers[0].mlp.down_proj)
+    found = []
+    with torch.no_grad():
+        for prompt in prompts(VOCABULARY):
+            x = torch.tensor([prompt])
+            log = model(x).logits.log_softmax(-1)[0, :-1]
+            found.append(log.gather(-1, x[0, 1:, None])[:, 0].tolist())
+    return found
+
+
+@pytest.mark.parametrize("kv_cache", [False, True])
+def test_each_format_runs(results: list[dict[str, Any]], kv_cache: bool, tmp_path: Path) -> None:
+    """bf16, which vLLM's FP8 kernel asks for: so a mean and no maximum, and a scale to compare it with."""
+    result = results[kv_cache]
+    assert "error" not in result, result
+    got = torch.tensor([v for row in result["logprobs"] for v in row])
+    want = torch.tensor([v for row in reference(tmp_path, True) for v in row])
+    assert (got - want).abs().mean() < 0.25 * want.std(), ((got - want).abs().mean(), want.std())
