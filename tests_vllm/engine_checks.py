@@ -21,14 +21,12 @@ VOCABULARY = 96
 Run = Callable[..., list[dict[str, Any]]]
 
 
-def written(
-    folder: Path, kind: str, format: str, transform: str | None, activations: str = "fp4", **sizes: Any
-) -> Path:
+def written(folder: Path, kind: str, format: str, transform: str | None, activations: str = "fp4", **more: Any) -> Path:
     """A tiny model quantized by us, with a tokenizer that has a chat template."""
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     quarterturn.quantize(
-        tiny_model(kind, **sizes),
+        tiny_model(kind),
         format,
         transform=transform,
         activations=activations,
@@ -36,6 +34,7 @@ def written(
         tokenizer=tokenizer,
         output=folder,
         progress=False,
+        **more,
     )
     return folder
 

@@ -44,6 +44,8 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         llm = LLM(job["path"], **OPTIONS | job.get("options", {}))
         found = generate(llm, job)
         if job.get("reload"):
+            llm.apply_model(scramble)
+            found["scrambled"] = generate(llm, job)
             llm.collective_rpc("reload_weights")
             llm.reset_prefix_cache()
             found["reloaded"] = generate(llm, job)
@@ -51,6 +53,24 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     finally:
         llm = None
         cleanup_dist_env_and_memory()
+
+
+def scramble(model: Any) -> int:
+    """What a sleeping engine loses: the memory of every FP4 layer's tensors, and of what was derived from them."""
+    import torch
+
+    count = 0
+    for module in model.modules():
+        parts = module.__dict__.get("fp4_parts", ())
+        tensors = list(module.parameters(recurse=False)) if parts else []
+        tensors += [
+            getattr(part, n) for part in parts for n in ("tensor_scale", "values", "input_matrix", "output_matrix")
+        ]
+        for tensor in tensors:
+            if tensor is not None:
+                tensor.data.view(torch.uint8).fill_(33)
+                count += 1
+    return count
 
 
 def generate(llm: Any, job: dict[str, Any]) -> dict[str, Any]:

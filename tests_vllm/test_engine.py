@@ -47,8 +47,10 @@ def test_logprobs_are_those_of_the_library(results: dict[str, dict[str, Any]], n
 
 @pytest.mark.parametrize("name", ["bias", "experts"])
 def test_reloaded_weights_give_the_same_bits(results: dict[str, dict[str, Any]], name: str) -> None:
+    """After all memory of the layers was written over, as when a sleeping engine has given it up."""
     result = results[name]
     assert "error" not in result, result
+    assert result["scrambled"]["logprobs"] != result["logprobs"], "nothing was written over"
     assert result["reloaded"]["logprobs"] == result["logprobs"]
     assert result["reloaded"]["tokens"] == result["tokens"]
 
@@ -70,6 +72,18 @@ def test_the_tolerance_sees_a_transform_left_out(results: dict[str, dict[str, An
     save_file(kept, bare / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(AssertionError):
         agree(result["logprobs"], expected(bare, prompts(VOCABULARY)))
+
+
+@pytest.mark.every
+def test_compiled_by_the_engine_it_says_the_same(run_engine: Run, results: dict[str, dict[str, Any]]) -> None:
+    """torch.compile as vLLM uses it, batches padded; and reloaded weights reach what was compiled."""
+    eager = results["bias"]
+    job = {"path": eager["path"], "ids": prompts(VOCABULARY), "reload": True, "options": {"enforce_eager": False}}
+    (compiled,) = run_engine([job])
+    assert "error" not in compiled, compiled
+    agree(compiled["logprobs"], eager["logprobs"])
+    assert compiled["scrambled"]["logprobs"] != compiled["logprobs"]
+    assert compiled["reloaded"]["logprobs"] == compiled["logprobs"]
 
 
 @pytest.mark.every

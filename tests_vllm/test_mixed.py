@@ -11,8 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import quarterturn
-from engine_checks import VOCABULARY, Run, prompts, tiny_model, tokens
+from engine_checks import VOCABULARY, Run, agree, expected, prompts, tiny_model, tokens, written
+from quarterturn.checkpoint import open_checkpoint
 
+pytestmark = pytest.mark.every
 EIGHT = {"num_bits": 8, "type": "float", "symmetric": True, "observer": None, "group_size": None, "actorder": None}
 DOWN = "mlp.down_proj.weight"
 
@@ -20,10 +22,7 @@ DOWN = "mlp.down_proj.weight"
 def mixed(folder: Path, kv_cache: bool) -> Path:
     """down_proj of layer 0 in FP8 (weights by row, inputs by token), of layer 1 unquantized, all else NVFP4."""
     ignore = ("lm_head", "re:.*down_proj")
-    model, calibration = tiny_model(), tokens(4, 32, seed=7)
-    quarterturn.quantize(
-        model, "nvfp4", transform="hadamard:16", ignore=ignore, calibration=calibration, output=folder, progress=False
-    )
+    written(folder, "llama", "nvfp4", "hadamard:16", ignore=ignore)
     stored = load_file(folder / "model.safetensors")
     weight = stored[f"model.layers.0.{DOWN}"].float()
     scale = weight.abs().amax(1, keepdim=True) / 448
@@ -49,6 +48,22 @@ def mixed(folder: Path, kv_cache: bool) -> Path:
     return folder
 
 
+def rotated(folder: Path) -> Path:
+    """down_proj and o_proj unquantized behind transforms: the decoded weights of an FP4 file, which asks for them."""
+    written(folder, "qwen2", "nvfp4", "random-hadamard:16")
+    stored = load_file(folder / "model.safetensors")
+    checkpoint = open_checkpoint(folder)
+    for name in [name for name in checkpoint.layers if name.endswith(("down_proj", "o_proj"))]:
+        stored[f"{name}.weight"] = checkpoint.weight(name).dequantize()
+        for kind in ("weight_packed", "weight_scale", "weight_global_scale", "input_global_scale"):
+            del stored[f"{name}.{kind}"]
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["ignore"] += ["re:.*down_proj", "re:.*o_proj"]
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
 def in_eight(layer: torch.nn.Linear) -> None:
     """FP8 weights and inputs in an ordinary layer, as the file's group says: the reference of this test."""
     scale = layer.weight.abs().amax(1, keepdim=True) / 448
@@ -65,9 +80,12 @@ def in_eight(layer: torch.nn.Linear) -> None:
 def results(run_engine: Run, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("mixed")
     paths = [mixed(folder / f"kv{kv}", kv) for kv in (False, True)]
-    return run_engine(
-        [{"path": str(path), "ids": prompts(VOCABULARY), "options": {"dtype": "bfloat16"}} for path in paths]
-    )
+    ids = prompts(VOCABULARY)
+    jobs = [{"path": str(path), "ids": ids, "options": {"dtype": "bfloat16"}} for path in paths]
+    behind = rotated(folder / "rotated")
+    found = run_engine([*jobs, {"path": str(behind), "ids": ids}])
+    found[-1]["path"] = behind
+    return found
 
 
 def reference(tmp_path: Path, eight: bool) -> list[list[float]]:
@@ -95,3 +113,9 @@ def test_each_format_runs(results: list[dict[str, Any]], kv_cache: bool, tmp_pat
     got = torch.tensor([v for row in result["logprobs"] for v in row])
     want = torch.tensor([v for row in reference(tmp_path, True) for v in row])
     assert (got - want).abs().mean() < 0.25 * want.std(), ((got - want).abs().mean(), want.std())
+
+
+def test_layers_of_the_engines_own_are_rotated_where_the_file_asks(results: list[dict[str, Any]]) -> None:
+    result = results[-1]
+    assert "error" not in result, result
+    agree(result["logprobs"], expected(result["path"], prompts(VOCABULARY)))

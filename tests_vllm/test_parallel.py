@@ -9,46 +9,54 @@ import pytest
 
 from engine_checks import VOCABULARY, Run, agree, prompts, written
 
-KINDS = {
-    "llama": ("llama", "nvfp4", "random-hadamard:16"),
-    "qwen2 with bias": ("qwen2", "nvfp4", "hadamard:16"),
-    "experts": ("qwen3_moe", "nvfp4", "random-hadamard:16"),
-}
+KINDS = {"qwen2 with bias": ("qwen2", "nvfp4", "hadamard:16")}
+MORE = {"llama": ("llama", "nvfp4", "random-hadamard:16"), "experts": ("qwen3_moe", "nvfp4", "random-hadamard:16")}
+CUT = ("llama", "mxfp4", "hadamard:32")  # K of down_proj is 96: two shards of 48 are no whole blocks of 32
 TWO = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
 
 
+Results = dict[str, tuple[Any, Any]]
+
+
+def both(run_engine: Run, folder: Path, kinds: dict[str, tuple[str, str, str]], alone: tuple[str, ...] = ()) -> Results:
+    """(one rank, two ranks) of each kind; those of `alone` on two ranks only."""
+    paths = {name: written(folder / name.replace(" ", "-"), *kind) for name, kind in kinds.items()}
+    jobs = {name: {"path": str(path), "ids": prompts(VOCABULARY)} for name, path in paths.items()}
+    first = {name: job for name, job in jobs.items() if name not in alone}
+    one = dict(zip(first, run_engine(list(first.values())), strict=True))
+    two = run_engine([job | {"options": TWO} for job in jobs.values()], VLLM_CPU_OMP_THREADS_BIND="0|1")
+    return {name: (one.get(name), found) for name, found in zip(jobs, two, strict=True)}
+
+
 @pytest.fixture(scope="module")
-def results(run_engine: Run, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, Any]]:
-    folder = tmp_path_factory.mktemp("parallel")
-    paths = [written(folder / name.replace(" ", "-"), *KINDS[name]) for name in KINDS]
-    # K of down_proj is 96: blocks of 32 are whole, and two shards of 48 are not.
-    paths.append(written(folder / "uncut", "llama", "mxfp4", "hadamard:32"))
-    jobs = [{"path": str(path), "ids": prompts(VOCABULARY)} for path in paths]
-    one = run_engine(jobs[:-1])
-    two = run_engine([job | {"options": TWO} for job in jobs], VLLM_CPU_OMP_THREADS_BIND="0|1")
-    return dict(zip([*KINDS, "uncut"], zip([*one, None], two, strict=True), strict=True))
+def results(run_engine: Run, tmp_path_factory: pytest.TempPathFactory) -> Results:
+    return both(run_engine, tmp_path_factory.mktemp("parallel"), KINDS | {"cut": CUT}, alone=("cut",))
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_two_ranks_agree_with_one(results: dict[str, tuple[Any, Any]], name: str) -> None:
-    one, two = results[name]
+@pytest.fixture(scope="module")
+def more(run_engine: Run, tmp_path_factory: pytest.TempPathFactory) -> Results:
+    return both(run_engine, tmp_path_factory.mktemp("more"), MORE)
+
+
+def agreed(one: dict[str, Any], two: dict[str, Any]) -> None:
     assert "error" not in one, one
     assert "error" not in two, two
     agree(two["logprobs"], one["logprobs"])
 
 
-def test_a_shard_that_cuts_a_block_is_refused_with_the_reason(results: dict[str, tuple[Any, Any]]) -> None:
-    _, two = results["uncut"]
+@pytest.mark.parametrize("name", KINDS)
+def test_two_ranks_agree_with_one(results: Results, name: str) -> None:
+    agreed(*results[name])
+
+
+@pytest.mark.every
+@pytest.mark.parametrize("name", MORE)
+def test_two_ranks_agree_with_one_on_more_kinds(more: Results, name: str) -> None:
+    agreed(*more[name])
+
+
+def test_a_shard_that_cuts_a_block_is_refused_with_the_reason(results: Results) -> None:
+    _, two = results["cut"]
     assert "error" in two
     for word in ("down_proj", "tensor parallelism over 2", "whole blocks", "pipeline parallelism"):
         assert word in two["log"], (word, two["log"][-3000:])
-
-
-def test_a_checkpoint_that_is_not_ours_is_refused_by_name(run_engine: Run, tmp_path: Path) -> None:
-    from tiny_models import tiny_model
-
-    tiny_model().save_pretrained(tmp_path / "plain")
-    (result,) = run_engine(
-        [{"path": str(tmp_path / "plain"), "ids": prompts(VOCABULARY), "options": {"quantization": "quarterturn"}}]
-    )
-    assert "error" in result

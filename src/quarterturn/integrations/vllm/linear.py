@@ -143,6 +143,7 @@ class FP4LinearMethod(LinearMethodBase):
         return fp4_part(spec, weight, scale, bias, backend=self.backend, dtype=self._dtype, name=self.prefix)
 
 
+@register_weight_loader_v2_supported_method
 class RotatedMethod(LinearMethodBase):
     """A layer of vLLM's own behind online transforms: those go before and behind what `inner` does."""
 
