@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 # Before vLLM is imported: no warm-up of compiled shapes, a small cache.
-for name, value in (("VLLM_CPU_KVCACHE_SPACE", "1"), ("VLLM_CPU_CI_ENV", "1"), ("VLLM_LOGGING_LEVEL", "WARNING")):
+for name, value in (("VLLM_CPU_KVCACHE_SPACE", "1"), ("VLLM_CPU_CI_ENV", "1"), ("VLLM_LOGGING_LEVEL", "INFO")):
     os.environ.setdefault(name, value)
 
 OPTIONS = {"dtype": "float32", "enforce_eager": True, "max_model_len": 128, "max_num_seqs": 16, "seed": 0}

@@ -55,6 +55,12 @@ def test_reloaded_weights_give_the_same_bits(results: dict[str, dict[str, Any]],
     assert result["reloaded"]["tokens"] == result["tokens"]
 
 
+def test_the_log_says_what_runs(results: dict[str, dict[str, Any]]) -> None:
+    log = results["bias"]["log"]
+    for arithmetic in ("W4A4 nvfp4, input transform 16", "W4A16 mxfp4, input transform 32", "W4A4 nvfp4"):
+        assert f"quarterturn: {arithmetic} by " in log
+
+
 def test_the_tolerance_sees_a_transform_left_out(results: dict[str, dict[str, Any]], tmp_path: Path) -> None:
     """The same weights without their transform, by the library: what the engine would give if it dropped it."""
     import json

@@ -24,6 +24,7 @@ from ...checkpoint.read import INPUT_ENCODE, PACKED, SCALE, WEIGHT_ENCODE
 from ...linear import FP4Linear
 from ...tensor import FP4Tensor
 from .contents import Contents, check_shard
+from .linear import say_what_runs
 from .parts import fp4_part, kept
 
 Expert = tuple[LayerSpec, LayerSpec, LayerSpec]
@@ -140,6 +141,7 @@ class FP4ExpertsMethod(FusedMoEMethodBase):
         fresh = [part for i, expert in enumerate(local) for part in self._parts(layer, i, expert)]
         codes = getattr(layer, f"w13_{PACKED}")
         layer.fp4_parts = kept(layer.__dict__.get("fp4_parts"), fresh, codes, self.prefix)
+        say_what_runs(layer.fp4_parts)
         gate_up = [2 if self._split(expert, layer, i) else 1 for i, expert in enumerate(local)]
         ends = [sum(gate_up[: i + 1]) + i + 1 for i in range(len(local))]
         layer.fp4_experts = [

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from vllm.logger import init_logger
 from vllm.model_executor.layers.linear import (
     LinearMethodBase,
     RowParallelLinear,
@@ -28,6 +29,8 @@ from ...tensor import FP4Tensor
 from ...transforms import Transform
 from .contents import check_shard
 from .parts import fp4_part, kept
+
+logger = init_logger("vllm.quarterturn")
 
 
 @register_weight_loader_v2_supported_method
@@ -68,6 +71,7 @@ class FP4LinearMethod(LinearMethodBase):
         """Make the FP4Linears of loaded weights, or, when vLLM reloads, what they derive from the new ones."""
         codes = getattr(layer, PACKED)
         layer.fp4_parts = kept(layer.__dict__.get("fp4_parts"), self._parts(layer), codes, self.prefix)
+        say_what_runs(layer.fp4_parts)
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x (..., K) -> (..., N) of x.dtype."""
@@ -205,6 +209,15 @@ class RotatedMethod(LinearMethodBase):
         if self.last is not None:
             y = ops.rotate(y, layer.fp4_output_matrix, self.last.factor, self.last.transpose)
         return y
+
+
+def say_what_runs(parts: Sequence[FP4Linear]) -> None:
+    """One line in vLLM's log for each kind of layer: its arithmetic, the backend, and why that one."""
+    for part in parts:
+        found = part.explain()
+        logger.info_once(
+            "quarterturn: %s by %s, weights %s: %s", found.arithmetic, found.backend, found.weights, found.reason
+        )
 
 
 def _added_bias(layer: Any) -> Tensor | None:
