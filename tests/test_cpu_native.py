@@ -254,8 +254,8 @@ def test_quantizing_does_not_depend_on_the_rows_or_the_threads(threads: None) ->
 def test_many_rows_are_the_few(decoded: bool, activations: str, dtype: torch.dtype, format: str, threads: None) -> None:
     """Tiles, where there are such, and the library's product give what the kernels' own product gives for few rows, up
     to the order of sums; a row does not depend on the rows beside it, nor on what lies in memory behind them."""
-    rows = cpu_native.FEW_ROWS
     in_tiles = dtype == torch.bfloat16 or (activations, format) == ("fp4", "nvfp4")
+    rows = cpu_native.TILES_FROM - 1 if in_tiles and cpu_native._has_tiles() else cpu_native.FEW_ROWS
     odd = 1104 if format == "nvfp4" else 1120  # no whole number of 32, or of 64
     for n, k, turn in ((37, 96, hadamard(32)), (150, odd, hadamard(16)), (32, 32, None)):
         weight, bias = packed(n, k, format, (16, n - 16)), torch.randn(n)
@@ -291,7 +291,8 @@ def test_many_rows_are_the_few(decoded: bool, activations: str, dtype: torch.dty
             assert bool(changed[5 * rows].isnan().all())
             changed[5 * rows] = whole[5 * rows]
             assert_same_bits(changed, whole, "the rows beside one that is no number")
-            assert_same_bits(run(x[: rows + 6]), whole[: rows + 6], "fewer rows")
+            for some in (rows + 1, rows + 6, 32, 33):
+                assert_same_bits(run(x[:some]), whole[:some], f"{some} rows")
             torch.set_num_threads(1)
             assert_same_bits(run(x[: rows + 6]), whole[: rows + 6], "one thread")
             torch.set_num_threads(2)

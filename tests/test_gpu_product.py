@@ -154,8 +154,8 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(gpu_product, "by_library", of_values("by_library"))
     monkeypatch.setattr(gpu_product, "_space", lambda device: None)
     monkeypatch.setattr(gpu_launch, "capability", lambda device: (9, 0))
-    monkeypatch.setattr(gpu_launch, "_multiprocessors", lambda device: 132)
-    monkeypatch.setattr(gpu_launch, "_on", lambda device: nullcontext())
+    monkeypatch.setattr(gpu_launch, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(gpu_launch, "on_device", lambda device: nullcontext())
     return names
 
 

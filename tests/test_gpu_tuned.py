@@ -124,8 +124,8 @@ def test_the_product_takes_the_tables_cut_before_the_formulas(m: int, monkeypatc
     monkeypatch.setattr(gpu_product, "many", lambda *rest, chosen: taken.append(chosen) or rest[-1])
     monkeypatch.setattr(gpu_product, "_space", lambda device: None)
     monkeypatch.setattr(gpu_launch, "capability", lambda device: (9, 0))
-    monkeypatch.setattr(gpu_launch, "_multiprocessors", lambda device: 132)
-    monkeypatch.setattr(gpu_launch, "_on", lambda device: nullcontext())
+    monkeypatch.setattr(gpu_launch, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(gpu_launch, "on_device", lambda device: nullcontext())
     weight = weight_of(NVFP4, 96, 64)
     data = gpu_product.prepare(weight)
     assert data is not None

@@ -95,7 +95,7 @@ def cuts() -> Iterator[tuple[int, int, int, Cut]]:
 
 
 def test_split_products_fit_on_the_gpu_and_in_the_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quarterturn.backends.gpu_matmul_many._multiprocessors", lambda _: MULTIPROCESSORS)
+    monkeypatch.setattr("quarterturn.backends.gpu_matmul_many.multiprocessors", lambda _: MULTIPROCESSORS)
     space = workspace(torch.device("cpu"))
     for m, n, k, how in cuts():
         tiles = -(-n // how.rows) * -(-m // how.tokens)

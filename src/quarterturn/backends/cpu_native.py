@@ -34,7 +34,9 @@ from .protocol import Blocks, Layer, Operand, Problem, Quantizer, Together, Weig
 
 NAME = "cpu_native"
 FEW_ROWS = 64
-"""Up to here the integer product is always used; above, products in bf16 can be faster."""
+"""Up to here the integer product is used, but where there are tiles; above, products in bf16 can be faster."""
+TILES_FROM = 13
+"""Rows from which tiles are faster than integer products: a tile has 16, and 32 rows of weights are decoded for it."""
 SCRATCH = 1 << 21
 """Weights that are decoded at a time for the library's product: 8 MB of fp32."""
 TILES, CODES = "tiles", "codes"
@@ -125,15 +127,12 @@ def operand(x: Tensor, layer: Layer) -> Operand:
         values, tensor_scale = any_torch.rotate_quantize_dequantize(x, blocks, quantizer, values_dtype)
         return Operand(values, None, tensor_scale, m, dtype)
     x, blocks = _for_kernels(x, blocks, dtype if quantizer is None else torch.float32)
+    if _in_tiles(m, weight, _exact(dtype, quantizer)):
+        tiles, scale_of_tensor = _tiles(x, native(layer, k))
+        return Operand(tiles, None, None if quantizer is None else scale_of_tensor, m, dtype, TILES)
     if quantizer is not None and _own_product(m, weight, True):
         codes, scale, tensor_scale = _codes(x, native(layer, k), quantizer.format)
         return Operand(codes, scale, tensor_scale, m, dtype, CODES)
-    # bf16 holds every value of NVFP4, and of MXFP4 all but those below 2^-126, which tiles take for zero: inputs of
-    # bf16 are multiplied in no other way there, those of more bits are.
-    exact = dtype == torch.bfloat16 or (quantizer is not None and quantizer.format.has_tensor_scale)
-    if _in_tiles(m, weight, exact):
-        tiles, scale_of_tensor = _tiles(x, native(layer, k))
-        return Operand(tiles, None, None if quantizer is None else scale_of_tensor, m, dtype, TILES)
     if quantizer is not None:
         values = torch.empty(m, k, dtype=values_dtype, device="cpu")
         return Operand(values, None, _quantize(x, native(layer, k), values=values), m, dtype)
@@ -175,7 +174,7 @@ def together(layers: Sequence[Layer]) -> Together | None:
     def run(x: Tensor) -> list[Tensor] | None:
         *outer, _ = x.shape
         m, dtype = math.prod(outer), x.dtype
-        if m > FEW_ROWS:
+        if m > FEW_ROWS or _in_tiles(m, first.weight, _exact(dtype, quantizer)):
             return None
         if apart is not None:
             x = any_torch.rotate(x.view(m, k), apart, dtype if quantizer is None else torch.float32)
@@ -205,7 +204,13 @@ def _own_product(rows: int, weight: Weight, quantized: bool) -> bool:
 
 def _in_tiles(rows: int, weight: Weight, exact: bool) -> bool:
     """Whether the product runs on tiles, `exact` being whether bf16 holds x: many rows, or weights already decoded."""
-    return exact and (rows > FEW_ROWS or weight.block_scale is None) and _has_tiles()
+    return exact and (rows >= TILES_FROM or weight.block_scale is None) and _has_tiles()
+
+
+def _exact(dtype: torch.dtype, quantizer: Quantizer | None) -> bool:
+    """Whether tiles multiply as asked. bf16 holds every value of NVFP4, and of MXFP4 all but those below 2^-126,
+    which tiles take for zero. Inputs of bf16 are multiplied in no other way there, those of more bits are."""
+    return dtype == torch.bfloat16 or (quantizer is not None and quantizer.format.has_tensor_scale)
 
 
 def _has_tiles() -> bool:

@@ -69,7 +69,7 @@ def few(
         return
     assert k == weight.k, (k, weight.k)
     assert m <= MOST_TOKENS, m
-    count = gpu_launch._multiprocessors(x.device)
+    count = gpu_launch.multiprocessors(x.device)
     tiles, blocks, chunks = -(-weight.n // ROWS), weight.codes.shape[1], weight.scales.shape[1]
     cut = cut or cut_of(weight.n, k, m, count, gpu_launch.capability(x.device))
     programs, each, most = shares(tiles, cut, count)
@@ -78,7 +78,7 @@ def few(
         power_of_two(most) if cut.cluster else 0, blocks == SCALE_BLOCKS * room(cut), _kind(w_scale), _kind(x_scale),
         after,
     )  # fmt: skip
-    with gpu_launch._on(x.device):
+    with gpu_launch.on_device(x.device):
         partial, counts = work or workspace(x.device, floats_of(weight.n, m, cut))
         launcher(config)(
             programs, x, weight.codes, weight.scales, w_scale, x_scale, bias, out, partial, counts, m, weight.n, k,

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..formats import MXFP4, FP4Format
 from ..weight_layout import Fragments
-from .gpu_launch import _Described, _multiprocessors, capability
+from .gpu_launch import _Described, capability, multiprocessors
 
 
 class Cut(NamedTuple):
@@ -89,7 +89,7 @@ class Workspace(NamedTuple):
 
 def workspace(device: torch.device) -> Workspace:
     """What any product on the device needs."""
-    most = 2 * _multiprocessors(device)
+    most = 2 * multiprocessors(device)
     return Workspace(
         torch.empty(most * _ROWS * 128, dtype=torch.float32, device=device),
         torch.zeros(2 * most, dtype=torch.int32, device=device),
@@ -118,7 +118,7 @@ def many(
     m, n, k = x.shape[0], weight.n, weight.k
     if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:
         x = x.clone(memory_format=torch.contiguous_format)
-    how = chosen or cut(m, n, k, _multiprocessors(x.device), ordered)
+    how = chosen or cut(m, n, k, multiprocessors(x.device), ordered)
     if not ordered and not how.natural:
         x = order(x)
     tiles16, blocks = weight.codes.shape[:2]

@@ -65,7 +65,7 @@ def matmul(
         return out
     if not x.is_contiguous() or x.data_ptr() % 16:
         x = x.clone(memory_format=torch.contiguous_format)
-    with gpu_launch._on(x.device):
+    with gpu_launch.on_device(x.device):
         if out_dtype == x.dtype and m <= MOST_TOKENS:
             part, found = replace(fragments, exponent=0), few_cut(x.device, m, n, k)
             few(x, part, alpha, x_tensor_scale, bias, out, after=_hopper(x), cut=found)
@@ -75,7 +75,7 @@ def matmul(
         if out_dtype == x.dtype and _hopper(x):
             # Programs that wait for each other may wait for ever beside another product on another stream.
             chosen = many_cut(x.device, m, n, k)
-            chosen = chosen or cut(m, n, k, gpu_launch._multiprocessors(x.device), False, together=False)
+            chosen = chosen or cut(m, n, k, gpu_launch.multiprocessors(x.device), False, together=False)
             return many(x, fragments, alpha, scale, bias, _space(x.device), out, chosen=chosen)
         return by_library(x, fragments, alpha, scale, bias, out)
 

@@ -34,6 +34,14 @@ class Group:
 
 
 @dataclass(frozen=True)
+class OtherGroup:
+    """Layers quantized in a format that is not run here: an engine's own."""
+
+    name: str
+    targets: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Apply:
     """One online use of a scheme: 'input' or 'output' of the layers that match."""
 
@@ -62,6 +70,7 @@ class QuantConfig:
     ignore: tuple[str, ...]
     schemes: tuple[Scheme, ...]
     version: str
+    others: tuple[OtherGroup, ...] = ()
 
 
 def quantization_entry(config: dict[str, Any]) -> dict[str, Any] | None:
@@ -80,8 +89,11 @@ def declared_transforms(entry: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def parse(entry: dict[str, Any], file: Path) -> QuantConfig:
-    """Parse a compressed-tensors entry. Raises CheckpointRefusal, naming the group or scheme, for what is not run."""
+def parse(entry: dict[str, Any], file: Path, others: bool = False) -> QuantConfig:
+    """Parse a compressed-tensors entry. Raises CheckpointRefusal, naming the group or scheme, for what is not run.
+
+    others: groups of other formats and a quantized KV cache are somebody else's, and are left to them.
+    """
     from_ct, transform_class = _classes()
     raw_transforms = entry.get("transform_config") or {}
     plain = {
@@ -96,20 +108,23 @@ def parse(entry: dict[str, Any], file: Path) -> QuantConfig:
             [("dense weights", f"sparsity {sparsity['format']}")],
             "decompress the sparsity first",
         )
-    if parsed.kv_cache_scheme is not None:
+    if parsed.kv_cache_scheme is not None and not others:
         raise refuse(
             file,
             "a quantized KV cache is not run.",
             [("kv_cache_scheme: none", "a scheme")],
             "make the checkpoint without it, or serve it with vLLM",
         )
-    groups = tuple(_group(name, scheme, parsed.format, file) for name, scheme in parsed.config_groups.items())
+    named = parsed.config_groups.items()
+    apart = {n for n, scheme in named if others and _format(scheme, parsed.format) not in FORMAT_NAMES}
+    groups = tuple(_group(n, scheme, parsed.format, file) for n, scheme in named if n not in apart)
     schemes: tuple[Scheme, ...] = ()
     # Files without transforms hold an empty entry, which the class refuses.
     if raw_transforms.get("config_groups"):
         transforms = _validated(transform_class, raw_transforms, file, "transform_config")
         schemes = tuple(_scheme(name, scheme, file) for name, scheme in transforms.config_groups.items())
-    return QuantConfig(groups, tuple(parsed.ignore or ()), schemes, str(entry.get("version", "unknown")))
+    left = tuple(OtherGroup(n, tuple(scheme.targets)) for n, scheme in named if n in apart)
+    return QuantConfig(groups, tuple(parsed.ignore or ()), schemes, str(entry.get("version", "unknown")), left)
 
 
 def matches(name: str, module: torch.nn.Module, targets: Sequence[str], ignore: Sequence[str] = ()) -> bool:
@@ -125,7 +140,7 @@ def asked_for(names: set[str], module: torch.nn.Module, targets: Sequence[str], 
     return targeted and not (ignore and any(matches(name, module, ignore) for name in names))
 
 
-def chosen_group(groups: Sequence[Group], name: str, module: torch.nn.Module) -> Group | None:
+def chosen_group(groups: Sequence[Group | OtherGroup], name: str, module: torch.nn.Module) -> Group | OtherGroup | None:
     """The group that compressed-tensors gives a module: a whole name goes before a pattern, that before a class name.
 
     Of two groups with the same target the later counts.
@@ -159,8 +174,12 @@ def _validated(cls: Any, raw: dict[str, Any], file: Path, what: str) -> Any:
         ) from error
 
 
+def _format(scheme: Any, default_format: str) -> str:
+    return str(getattr(scheme.format, "value", scheme.format) or default_format)
+
+
 def _group(name: str, scheme: Any, default_format: str, file: Path) -> Group:
-    written = getattr(scheme.format, "value", scheme.format) or default_format
+    written = _format(scheme, default_format)
     fmt = FORMAT_NAMES.get(written)
     if fmt is None:
         known = " or ".join(FORMAT_NAMES)

@@ -76,7 +76,7 @@ class TensorInfo:
         return count * (dtype.itemsize if dtype is not None else 1)
 
 
-def resolve(path: str | Path) -> Path:
+def resolve(path: str | Path, revision: str | None = None) -> Path:
     """A local folder as it is, or the local copy of a hub repository; CheckpointRefusal where there is neither."""
     folder = Path(path)
     if folder.is_dir():
@@ -95,7 +95,7 @@ def resolve(path: str | Path) -> Path:
     except ImportError:
         raise missing_package("load", "huggingface_hub", "pip install huggingface_hub") from None
     try:
-        return Path(snapshot_download(str(path), allow_patterns=list(WANTED)))
+        return Path(snapshot_download(str(path), revision=revision, allow_patterns=list(WANTED)))
     except (OSError, HFValidationError) as error:  # the hub's errors are OSErrors
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         needs = [("a local folder or a hub repository that can be fetched", reason)]

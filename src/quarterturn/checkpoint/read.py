@@ -18,6 +18,7 @@ from .config import (
     ONLINE,
     Apply,
     Group,
+    OtherGroup,
     QuantConfig,
     Scheme,
     asked_for,
@@ -192,11 +193,12 @@ def recognise(path: str | Path) -> str:
     return "compressed-tensors " + " + ".join(sorted(kinds))
 
 
-def open_checkpoint(path: str | Path) -> Checkpoint:
+def open_checkpoint(path: str | Path, others: bool = False) -> Checkpoint:
     """Open a compressed-tensors FP4 checkpoint: a folder, or a hub id.
 
     Reads config, headers, transform matrices and tensor scales; refuses what is not run, what is missing or misshapen,
-    and what config and tensors disagree on, naming it (CheckpointRefusal).
+    and what config and tensors disagree on, naming it (CheckpointRefusal). others: layers of other formats and a
+    quantized KV cache are left to the caller, and not refused.
     """
     folder = resolve(path)
     file = folder / "config.json"
@@ -204,9 +206,10 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     _refuse_foreign(recognise(folder), file)
     entry = quantization_entry(config)
     assert entry is not None
-    checkpoint = Checkpoint(folder, config, parse(entry, file), list_tensors(folder))
+    checkpoint = Checkpoint(folder, config, parse(entry, file, others), list_tensors(folder))
     checkpoint.transforms = stored_transforms(checkpoint.quant, checkpoint.tensors, checkpoint.read)
     names = [name.removesuffix(f".{PACKED}") for name in checkpoint.tensors if name.endswith(f".{PACKED}")]
+    names = [name for name in names if not _is_other(checkpoint.quant, name)]
     if not names:
         raise refuse(
             folder,
@@ -219,6 +222,12 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     _check_strays(checkpoint)
     _note_suspicious(checkpoint)
     return checkpoint
+
+
+def _is_other(quant: QuantConfig, name: str) -> bool:
+    """Whether a packed layer is of a group that is not FP4: other formats use the same names."""
+    stand_in = torch.nn.Linear(1, 1, bias=False, device="meta")
+    return bool(quant.others) and isinstance(chosen_group((*quant.groups, *quant.others), name, stand_in), OtherGroup)
 
 
 def _refuse_foreign(kind: str, file: Path) -> None:
@@ -261,7 +270,7 @@ def _group_of(checkpoint: Checkpoint, name: str, stand_in: torch.nn.Module) -> G
             layer=name,
         )
     group = chosen_group(quant.groups, name, stand_in)
-    if group is not None:
+    if isinstance(group, Group):
         return group
     targets = "; ".join(f"{g.name}: {', '.join(g.targets)}" for g in quant.groups)
     raise refuse(

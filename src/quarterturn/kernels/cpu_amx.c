@@ -10,6 +10,8 @@
  * order over K is fixed: a row of y does not depend on the other rows, nor on the threads.
  * A task decodes 32 rows of w once, in the order the tile unit wants, and multiplies up to CHUNK_M rows of x by them:
  * two tiles of x by two of w by step of K. Moves: codes once per CHUNK_M rows of x, x from the second-level cache per task.
+ * Up to FEW_M rows the decoding is what costs, and the operands change places: rows of w then lie in tiles as they are
+ * decoded, and the few tiles of x are transposed instead, once. The sums are the same, bit for bit.
  * Where compiler, processor or system lack AMX, qt_amx_ready says no and the product is not to be called.
  * Does not: check arguments (ops.py does), own threads, keep state. The tests are tests/test_cpu_native.py.
  */
@@ -19,13 +21,14 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-enum { TILE = 1024, PANEL = 32, CHUNK_M = 512, LEAST_M = 64, TILE_DATA = 18, REQUEST_PERMISSION = 0x1023 };
+enum { TILE = 1024, PANEL = 32, CHUNK_M = 512, LEAST_M = 64, FEW_M = 32, TILE_DATA = 18, REQUEST_PERMISSION = 0x1023 };
 
 /* The system saves the tiles' eight kilobytes per thread for those alone that ask. */
 int qt_amx_ready(void) { return syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0; }
 
 typedef struct {
     const Layer *l; const char *x; i64 m, tiles; /* tiles: steps of 32 along K */
+    int few;                                     /* x is transposed, and w is not */
     const float *x_ts; i64 x_ts_step; char *y; i64 y_dtype, chunk;
     _Atomic int *failed;
 } Product;
@@ -79,8 +82,8 @@ INLINE void transpose16(__m512i r[16]) {
 }
 
 /* Rows n0..n0+32 of w, tile after tile: rows of a tile are pairs of K, its columns rows of w; zeros behind N and K.
- * `scale` has room for the values of 32 rows' scales. */
-static void pack_panel(const Layer *l, i64 tiles, i64 n0, float *scale, char *out) {
+ * `few`: rows of a tile are rows of w. `scale` has room for the values of 32 rows' scales. */
+static void pack_panel(const Layer *l, i64 tiles, i64 n0, int few, float *scale, char *out) {
     i64 groups = l->scales ? l->k / l->group : 0, room = (groups + 7) / 8 * 8 + 8, nn = MIN(PANEL, l->n - n0);
     for (i64 j = 0; j < nn * !!l->scales; j++) {
         float *s = scale + j * room;
@@ -103,7 +106,7 @@ static void pack_panel(const Layer *l, i64 tiles, i64 n0, float *scale, char *ou
                     r[i] = decode32(l->codes + ((n0 + j) * l->k + 32 * t) / 2, two, mask);
                 }
             }
-            transpose16(r);
+            if (!few) transpose16(r);
             for (int i = 0; i < 16; i++) _mm512_store_si512(out + (2 * t + half) * TILE + 64 * i, r[i]);
         }
     }
@@ -124,6 +127,40 @@ static void multiply(const char *x0, const char *x1, const char *w, i64 tiles, f
     _tile_stored(0, c, 4 * PANEL); _tile_stored(1, c + 16, 4 * PANEL);
     _tile_stored(2, c + 16 * PANEL, 4 * PANEL); _tile_stored(3, c + 16 * PANEL + 16, 4 * PANEL);
     __asm__ volatile("" ::: "memory");
+}
+
+/* c (32, 32), rows m of it, by w times x transposed; x1: the tiles of rows 16 to 31, or none. */
+static void multiply_few(const char *x0, const char *x1, const char *w, i64 tiles, float *c) {
+    float turned[4][16 * 16] __attribute__((aligned(64)));
+    __asm__ volatile("" ::: "memory");
+    _tile_zero(0); _tile_zero(1); _tile_zero(2); _tile_zero(3);
+    for (i64 t = 0; t < tiles; t++) {
+        _tile_loadd(4, w + 2 * t * TILE, 64); _tile_loadd(5, w + (2 * t + 1) * TILE, 64);
+        _tile_loadd(6, x0 + t * TILE, 64);
+        _tile_dpbf16ps(0, 4, 6); _tile_dpbf16ps(1, 5, 6);
+        if (x1) {
+            _tile_loadd(7, x1 + t * TILE, 64);
+            _tile_dpbf16ps(2, 4, 7); _tile_dpbf16ps(3, 5, 7);
+        }
+    }
+    _tile_stored(0, turned[0], 64); _tile_stored(1, turned[1], 64);
+    _tile_stored(2, turned[2], 64); _tile_stored(3, turned[3], 64);
+    __asm__ volatile("" ::: "memory");
+    for (int q = 0; q < (x1 ? 4 : 2); q++) {
+        __m512i r[16];
+        for (int i = 0; i < 16; i++) r[i] = _mm512_load_si512(turned[q] + 16 * i);
+        transpose16(r);
+        for (int i = 0; i < 16; i++) _mm512_store_si512(c + (q / 2 * 16 + i) * PANEL + q % 2 * 16, r[i]);
+    }
+}
+
+static void transpose_tiles(const char *from, i64 count, char *to) {
+    for (i64 t = 0; t < count; t++) {
+        __m512i r[16];
+        for (int i = 0; i < 16; i++) r[i] = _mm512_loadu_si512(from + t * TILE + 64 * i);
+        transpose16(r);
+        for (int i = 0; i < 16; i++) _mm512_store_si512(to + t * TILE + 64 * i, r[i]);
+    }
 }
 
 static void finish_rows(const Product *p, float *c, i64 m0, i64 n0, const float *alpha, const float *bias) {
@@ -151,11 +188,13 @@ static void product_task(const void *ctx, i64 task) {
         alpha[j] = p->l->w_ts[part];
         if (p->l->bias) bias[j] = load_one(p->l->bias, (int)p->l->bias_dtype, n0 + j);
     }
-    pack_panel(p->l, p->tiles, n0, (float *)(w + packed), w);
+    pack_panel(p->l, p->tiles, n0, p->few, (float *)(w + packed), w);
     take_tiles();
     for (i64 m = m0; m < MIN(p->m, m0 + p->chunk); m += 32) {
         const char *x0 = p->x + m / 16 * p->tiles * TILE;
-        multiply(x0, m + 16 < p->m ? x0 + p->tiles * TILE : x0, w, p->tiles, c);
+        const char *x1 = m + 16 < p->m ? x0 + p->tiles * TILE : NULL;
+        if (p->few) multiply_few(x0, x1, w, p->tiles, c);
+        else multiply(x0, x1 ? x1 : x0, w, p->tiles, c);
         finish_rows(p, c, m, n0, alpha, bias);
     }
     _tile_release();
@@ -168,8 +207,12 @@ int qt_amx_matmul(const Layer *l, const void *x, const void *x_ts, i64 x_ts_step
     _Atomic int failed = 0;
     i64 panels = (l->n + PANEL - 1) / PANEL, chunk = CHUNK_M;
     while (chunk > LEAST_M && panels * ((m + chunk - 1) / chunk) < 2 * threads) chunk /= 2;
-    Product p = {l, x, m, (l->k + 31) / 32, x_ts, x_ts_step, y, y_dtype, chunk, &failed};
+    i64 tiles = (l->k + 31) / 32, all = (m + 15) / 16 * tiles;
+    char *turned = m <= FEW_M ? aligned_alloc(64, (size_t)(all * TILE)) : NULL;
+    if (turned) transpose_tiles(x, all, turned);
+    Product p = {l, turned ? turned : x, m, tiles, turned != NULL, x_ts, x_ts_step, y, y_dtype, chunk, &failed};
     run(product_task, &p, panels * ((m + chunk - 1) / chunk), threads);
+    free(turned);
     return atomic_load(&failed);
 }
 

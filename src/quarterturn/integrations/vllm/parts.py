@@ -1,0 +1,77 @@
+"""FP4Linears on the memory of a vLLM layer's parameters, and how they outlive a reload of weights.
+
+vLLM reloads weights into fresh tensors, has them processed, and copies the result into the old ones, which compiled
+code and CUDA graphs read. So the FP4Linears of the first load stay, on the old tensors, and what they have derived is
+written anew, in its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ...checkpoint import LayerSpec
+from ...errors import CheckpointRefusal, refusal
+from ...linear import FP4Linear
+from ...tensor import FP4Tensor
+
+
+def fp4_part(
+    spec: LayerSpec,
+    weight: FP4Tensor,
+    input_encode: Tensor | None,
+    bias: Tensor | None,
+    *,
+    backend: str,
+    dtype: torch.dtype,
+    name: str,
+) -> FP4Linear:
+    """An FP4Linear that holds these tensors, no copies of them, and runs as the file says. Raises Refusal."""
+    scaled = spec.activations == "fp4" and spec.format.has_tensor_scale
+    # Tensors made in inference mode could not be written to when weights are reloaded.
+    with torch.inference_mode(False):
+        part = FP4Linear.from_tensor(
+            weight.validate(name),
+            bias=bias,
+            input_encode_scale=input_encode if scaled else None,
+            activations=spec.activations,
+            input_transform=spec.input_transform,
+            output_transform=spec.output_transform,
+            rule=spec.rule,
+            backend=backend,
+            name=name,
+        )
+        return part.refresh(dtype)
+
+
+def kept(known: Sequence[FP4Linear] | None, fresh: list[FP4Linear], codes: Tensor, name: str) -> list[FP4Linear]:
+    """The FP4Linears to run from now on: the fresh ones, or when vLLM reloads, the known ones with what is derived from
+    the fresh weights. codes: the parameter as it is now. Raises CheckpointRefusal where they do not fit each other."""
+    if known is None or known[0].codes.data_ptr() == codes.data_ptr():
+        return fresh
+    before, now = [part.output_sizes for part in known], [part.output_sizes for part in fresh]
+    if before != now:
+        raise refusal(
+            "vllm",
+            "the weights that are reloaded need another division of this layer.",
+            layer=name,
+            needs=[(f"input scales that divide it into {before}", str(now))],
+            do="start the engine anew",
+            kind=CheckpointRefusal,
+        )
+    for old, new in zip(known, fresh, strict=True):
+        _derive_again(old, new)
+    return list(known)
+
+
+@torch.no_grad()
+def _derive_again(old: FP4Linear, new: FP4Linear) -> None:
+    for target, source in ((old.tensor_scale, new.tensor_scale), (old.values, new.values)):
+        if target is not None and source is not None:
+            target.copy_(source)
+    # The matrices of all layers are one tensor, whose memory a sleeping engine may have given up.
+    for matrix, transform in ((old.input_matrix, old.input_transform), (old.output_matrix, old.output_transform)):
+        if matrix is not None and transform is not None:
+            matrix.copy_(transform.matrix)

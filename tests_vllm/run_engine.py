@@ -1,0 +1,89 @@
+"""Runs vLLM in a process of its own, several checkpoints one after the other: `python run_engine.py JOBS OUT`.
+
+JOBS: a JSON list of {path, ids, max_tokens, options, reload}; OUT: a list of {logprobs, tokens, reloaded, layers} or
+{error}. In one process, since starting Python with vLLM takes longer than starting an engine on a tiny model.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+# Before vLLM is imported: no warm-up of compiled shapes, a small cache.
+for name, value in (("VLLM_CPU_KVCACHE_SPACE", "1"), ("VLLM_CPU_CI_ENV", "1"), ("VLLM_LOGGING_LEVEL", "INFO")):
+    os.environ.setdefault(name, value)
+
+OPTIONS = {"dtype": "float32", "enforce_eager": True, "max_model_len": 128, "max_num_seqs": 16, "seed": 0}
+
+
+def main() -> None:
+    if all(
+        job.get("options", {}).get("tensor_parallel_size", 1) == 1 for job in json.loads(Path(sys.argv[1]).read_text())
+    ):
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    out = []
+    for job in json.loads(Path(sys.argv[1]).read_text()):
+        try:
+            out.append(run(job))
+        except Exception as error:
+            out.append({"error": f"{type(error).__name__}: {error}"})
+        gc.collect()
+        Path(sys.argv[2]).write_text(json.dumps(out))
+
+
+def run(job: dict[str, Any]) -> dict[str, Any]:
+    """One engine: prompt log-probabilities, tokens that follow, and the same after a reload of the weights."""
+    from vllm import LLM
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    try:
+        llm = LLM(job["path"], **OPTIONS | job.get("options", {}))
+        found = generate(llm, job)
+        if job.get("reload"):
+            llm.apply_model(scramble)
+            found["scrambled"] = generate(llm, job)
+            llm.collective_rpc("reload_weights")
+            llm.reset_prefix_cache()
+            found["reloaded"] = generate(llm, job)
+        return found
+    finally:
+        llm = None
+        cleanup_dist_env_and_memory()
+
+
+def scramble(model: Any) -> int:
+    """What a sleeping engine loses: the memory of every FP4 layer's tensors, and of what was derived from them."""
+    import torch
+
+    count = 0
+    for module in model.modules():
+        parts = module.__dict__.get("fp4_parts", ())
+        tensors = list(module.parameters(recurse=False)) if parts else []
+        tensors += [
+            getattr(part, n) for part in parts for n in ("tensor_scale", "values", "input_matrix", "output_matrix")
+        ]
+        for tensor in tensors:
+            if tensor is not None:
+                tensor.data.view(torch.uint8).fill_(33)
+                count += 1
+    return count
+
+
+def generate(llm: Any, job: dict[str, Any]) -> dict[str, Any]:
+    """Log-probability of every token of the prompts but the first, and the tokens after them."""
+    from vllm import SamplingParams
+
+    wanted = SamplingParams(max_tokens=job.get("max_tokens", 4), prompt_logprobs=0, temperature=0, ignore_eos=True)
+    outputs = llm.generate([{"prompt_token_ids": ids} for ids in job["ids"]], wanted, use_tqdm=False)
+    logprobs = [
+        [o.prompt_logprobs[i][token].logprob for i, token in enumerate(o.prompt_token_ids) if i] for o in outputs
+    ]
+    return {"logprobs": logprobs, "tokens": [list(o.outputs[0].token_ids) for o in outputs]}
+
+
+if __name__ == "__main__":
+    main()
