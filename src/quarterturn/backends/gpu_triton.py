@@ -1,10 +1,9 @@
 """Triton kernels on NVIDIA GPUs.
 
 | needs     | an NVIDIA GPU of capability 8.0 or more and Triton 3.6 or newer (or its interpreter: TRITON_INTERPRET=1) |
-| provides  | every op, format, rule, recipe, dtype and size; rotate + quantize in one launch for R = 16, 32, 64, 128, |
-|           | in two for full-width Hadamards, which gpu_wide.py rotates                                              |
-| does not  | fuse other sizes, nor fp32 but on 8.0 and 9.0 (float64 makes z first); QuTLASS's MXFP4 is any_torch's    |
-| run on    | NVIDIA H200, gpu_wide.py nowhere yet; not run on other GPUs, for which kernels are compiled in tests     |
+| provides  | every op, format, rule, recipe, dtype and size; rotate + quantize in one launch for R = 16, 32, 64, 128 |
+| does not  | fuse other sizes, nor fp32 but on 8.0 and 9.0 (float64 makes z first); QuTLASS's MXFP4 is any_torch's |
+| run on    | NVIDIA H200; not run on other GPUs, for which its kernels are compiled in tests |
 
 Hopper GPUs with Triton 3.6 take the kernel of rotate_quantize_hopper.py for bf16 and fp16 input behind a transform (K a
 multiple of 64), all else takes the portable one of rotate_quantize.py: both multiply exact pieces of the matrix, sum in
@@ -13,7 +12,9 @@ kept beside it: `matrix.data` must not be written to in place on a GPU.
 
 Weights are decoded to bf16 once and multiplied by the library; with `weights="packed"` they stay at 4.5 bits, in
 fragments that kernels of our own decode on the way to the matrix units (gpu_product.py). Those kernels were run and
-checked on an NVIDIA H200, by themselves; through this backend they were not run yet, so `auto` does not take them.
+checked on an NVIDIA H200, by themselves; through this backend they were not run yet, so `auto` does not take them. A
+kernel that rotates by full-width Hadamards in one pass (gpu_wide.py) waits for its tests on a GPU too: until then
+any_torch rotates by them, in float64 by their factors.
 """
 
 from __future__ import annotations

@@ -32,6 +32,8 @@ SMALL = 1 << 13
 """Values of the tiles that are made of several short rows, and of which several programs fit on a multiprocessor."""
 DENSE = 256
 """The order of the dense factor at most, padding included."""
+RUN_ON: tuple[tuple[int, int], ...] = ()
+"""Capabilities of GPUs on which its tests were run. On others any_torch rotates until they are."""
 RUN = 8
 """Values that lie together, for loads and stores of 16 bytes."""
 
@@ -76,6 +78,8 @@ class Cut(NamedTuple):
 
 def rotate(x: Tensor, blocks: Blocks, out_dtype: torch.dtype) -> Tensor | None:
     """x (M, K) @ V per block, fp32 sums, rounded once to out_dtype; None where the kernel does not take it."""
+    if x.is_cuda and capability(x.device) not in RUN_ON:
+        return None
     wide = wide_of(blocks, x)
     return None if wide is None else rotate_wide(x, wide, out_dtype)
 
