@@ -28,6 +28,9 @@ from .models import cache_argument, is_encoder_decoder
 WARM_UP = 3
 """Steps before a capture: what is compiled or allocated at a first call must not be in the graph."""
 
+RUN_ON: tuple[tuple[int, int], ...] = ()
+"""Capabilities of GPUs on which the tests of captured steps were run; on others `generate` does without them."""
+
 _ROUND = 16
 """Cache lengths are multiples of this: masks of other widths are copied at every step."""
 
@@ -37,6 +40,8 @@ def obstacle(model: Any) -> str | None:
     device = getattr(model, "device", torch.device("cpu"))
     if not _captures(device):
         return f"the model is on {device.type}; only CUDA devices capture launches"
+    if device.type == "cuda" and (found := torch.cuda.get_device_capability(device)) not in RUN_ON:
+        return f"captured steps were not run on a GPU of capability {found[0]}.{found[1]} yet"
     if len({p.device for p in model.parameters()}) > 1:
         return "the model is on several devices"
     return unfit(model)
