@@ -46,7 +46,7 @@ def form(name: str) -> Wide:
     return wide
 
 
-def compiled(name: str, capability: int) -> Compiled:
+def compiled(name: str, capability: int, one_row: bool = False) -> Compiled:
     x, out = (TYPE[dtype] for dtype in CASES[name][2:4])
     given = constants(form(name), (capability // 10, capability % 10)) | {"INTERPRETED": False}
     options = {option: given.pop(option) for option in ("num_warps", "maxnreg")}
@@ -54,6 +54,9 @@ def compiled(name: str, capability: int) -> Compiled:
         "x_ptr": f"*{x}", "dense_ptr": f"*{x}", "left_ptr": "*i16", "right_ptr": "*i16", "out_ptr": f"*{out}",
         "rows": "i32", "factor": "fp32",
     }  # fmt: skip
+    if one_row:  # as a launch has it, whose arguments that are 1 are constants
+        del signature["rows"]
+        given["rows"] = 1
     return compile_kernel(hadamard_wide, signature, given, capability, **options)
 
 
@@ -89,6 +92,12 @@ def test_the_kernel(name: str, capability: int) -> None:
     if capability == 90:
         warp_groups = wide.padded >= 64
         assert (built.sass_counts["HGMMA"] > 0) == warp_groups
+
+
+def test_one_row_by_itself() -> None:
+    built = compiled("8192", 90, one_row=True)
+    assert built.local_accesses == 0
+    assert built.sass_counts["HGMMA"] > 0
 
 
 def test_the_widest_are_compiled() -> None:

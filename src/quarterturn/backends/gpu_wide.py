@@ -202,18 +202,18 @@ def _sign_bits(signs: Tensor) -> Tensor:
 def cut(wide: Wide, at: tuple[int, int]) -> Cut:
     """On a GPU of a capability; from what the compiler makes of it, not from measurements.
 
-    As many programs as registers let without spills, which signs and runs along d take more of. The widest tiles leave
-    room for one program, which on Hopper has its next tile on the way (signs would be too: there is no shared memory
-    for those). The product leaves the second and third digit of n with a thread's neighbours; where runs lie along d,
-    the tile changes hands earlier.
+    As many programs as shared memory lets, and registers without spills, of which signs and runs along d take more. The
+    widest tiles leave room for one program, which on Hopper has its next tile on the way (signs would be too: there is
+    no shared memory for those). The product leaves the second and third digit of n with a thread's neighbours; where
+    runs lie along d, the tile changes hands earlier.
     """
     values, signed = wide.padded * wide.outer * wide.inner, wide.left is not None or wide.right is not None
     late = min(2 if wide.inner > 1 else 1, (wide.outer * wide.inner).bit_length() - 2)
     if values <= SMALL:
-        most = 2 if wide.padded > 64 else 3 if signed and wide.inner == 1 else 4
+        most = 2 if wide.padded > 64 else 3 if signed else 4
         return Cut(SMALL // values, 4, 1, most, 128 if most == 4 else None, late)
     if values < TILE:
-        two = wide.padded < DENSE and wide.inner > 1 and not signed
+        two = at[0] in (9, 10) and wide.padded < DENSE and wide.inner > 1 and not signed
         return Cut(1, 8, 1, 2 if two else 1, 128 if two else None, late)
     ahead = at[0] == 9 and wide.padded < DENSE and wide.inner >= RUN and not signed
     return Cut(1, 8, 2 if ahead else 1, 1, None, late)
