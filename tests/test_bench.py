@@ -339,3 +339,16 @@ def test_nothing_is_recorded_unasked(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_a_copy_has_a_speed() -> None:
     speed: float | Tensor = measure.copy_speed(CPU)
     assert 1e8 < speed < 1e13
+
+
+@pytest.mark.gpu
+def test_a_run_on_a_gpu() -> None:
+    made = FourBits(transform="hadamard:64", weights="packed")
+    ask = Ask("smollm2-135m", (1, 16), prompt=128, new_tokens=4, cache=64, made=made, layers=2)
+    result = bench.bench(ask, torch.device("cuda", torch.cuda.current_device()))
+    for model in result.models:
+        assert model.peak_bytes is not None
+        assert model.peak_bytes >= model.model_bytes
+        assert {decode.way for decode in model.decodes} == {"static cache, compiled, in a CUDA graph"}
+    assert "in fragments" in result.models[0].ran
+    assert result.notes
