@@ -70,6 +70,11 @@ def test_shapes_have_the_published_number_of_parameters(name: str) -> None:
     assert sum(p.numel() for p in model.parameters()) == PARAMETERS[name]
 
 
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_a_step_of_every_shape_can_be_captured(name: str) -> None:
+    assert decoding.unfit(random_model.meta_model(config_of(name, 1))) is None
+
+
 def test_every_shape_is_compared_with_what_is_published() -> None:
     assert set(PARAMETERS) == set(SHAPES) - {"small", "small-qwen"}
 
