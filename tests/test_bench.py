@@ -70,6 +70,11 @@ def test_shapes_have_the_published_number_of_parameters(name: str) -> None:
     assert sum(p.numel() for p in model.parameters()) == PARAMETERS[name]
 
 
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_a_step_of_every_shape_can_be_captured(name: str) -> None:
+    assert decoding.unfit(random_model.meta_model(config_of(name, 1))) is None
+
+
 def test_every_shape_is_compared_with_what_is_published() -> None:
     assert set(PARAMETERS) == set(SHAPES) - {"small", "small-qwen"}
 
@@ -339,3 +344,16 @@ def test_nothing_is_recorded_unasked(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_a_copy_has_a_speed() -> None:
     speed: float | Tensor = measure.copy_speed(CPU)
     assert 1e8 < speed < 1e13
+
+
+@pytest.mark.gpu
+def test_a_run_on_a_gpu() -> None:
+    made = FourBits(transform="hadamard:64", weights="packed")
+    ask = Ask("smollm2-135m", (1, 16), prompt=128, new_tokens=4, cache=64, made=made, layers=2)
+    result = bench.bench(ask, torch.device("cuda", torch.cuda.current_device()))
+    for model in result.models:
+        assert model.peak_bytes is not None
+        assert model.peak_bytes >= model.model_bytes
+        assert {decode.way for decode in model.decodes} == {"static cache, compiled, in a CUDA graph"}
+    assert "in fragments" in result.models[0].ran
+    assert result.notes

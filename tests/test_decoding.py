@@ -189,3 +189,48 @@ def test_the_command_says_why_nothing_is_captured(
     assert write() == want
     assert len(used) == 11
     assert "without" not in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("way", ["captured", "compiled"])
+@pytest.mark.parametrize("four_bit", [False, True])
+def test_on_a_gpu_steps_from_a_graph_are_the_eager_ones(way: str, four_bit: bool) -> None:
+    from quarterturn.bench import random_model
+    from quarterturn.bench.shapes import config_of
+
+    made = random_model.FourBits(transform="hadamard:64", weights="packed") if four_bit else None
+    gpu = torch.device("cuda", torch.cuda.current_device())
+    model = random_model.filled(random_model.meta_model(config_of("smollm2-135m", 2)), gpu, made)
+    assert decoding.obstacle(model) is None
+    for batch in (1, 3):
+        plain, decoder = StaticDecoder(model, batch, 64), StaticDecoder(model, batch, 64, way)
+        ids = torch.randint(0, 49152, (batch, 9), device=gpu)
+        for length in (9, 5):  # the second sequence finds nothing of the first
+            want, got = plain.prompt(ids[:, :length]), decoder.prompt(ids[:, :length])
+            for _ in range(20):
+                chosen = want.argmax(-1)
+                want, got = plain.step(chosen), decoder.step(chosen)
+                bound = 0.25 if way == "compiled" else 1e-3
+                assert (got - want).norm() <= bound * want.norm()
+    torch.compiler.reset()
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_generate_is_captured(tmp_path: Path) -> None:
+    model, ids = tiny_model().cuda(), tokens(1, 9).cuda()
+    decoder, reason = decoding.capture(model, 1, 40)
+    assert decoder is not None, reason
+    got = decoding.generate(model, decoder, {"input_ids": ids}, max_new_tokens=20, do_sample=False)
+    assert torch.equal(got, continued(model, ids, 20, do_sample=False))
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_a_step_that_waits_for_the_host_is_no_loss() -> None:
+    model, ids = tiny_model().cuda(), tokens(1, 9).cuda()
+    want = continued(model, ids, 8, do_sample=False)
+    forward = model.model.norm.forward
+    model.model.norm.forward = lambda x: forward(x) * float(x.isfinite().all().item())
+    decoder, reason = decoding.capture(model, 1, 40)
+    assert decoder is None
+    assert reason
+    assert torch.equal(continued(model, ids, 8, do_sample=False), want)

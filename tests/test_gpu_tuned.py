@@ -208,3 +208,17 @@ def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["tune"])
     with pytest.raises(SystemExit, match="NVIDIA GPU"):
         tune.main()
+
+
+@pytest.mark.gpu
+def test_a_table_is_made_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_tuned, "TABLES", tmp_path)
+    gpu = torch.device("cuda", torch.cuda.current_device())
+    name = torch.cuda.get_device_name()
+    for kernel, found in tune.tuned([(512, 768)], [8, 32], gpu):
+        assert 0 < found["us"] <= found["formula_us"]
+        tune.write(name, kernel, found, {"date": "today"})
+    assert gpu_tuned.few_cut(gpu, 3, 512, 768) is not None
+    assert (gpu_tuned.many_cut(gpu, 20, 512, 768) is not None) == (gpu_launch.capability(gpu)[0] == 9)
+    gpu_tuned.table.cache_clear()
+    gpu_tuned._cut.cache_clear()
