@@ -124,7 +124,7 @@ def quantized(folder: Path) -> Path:
     import quarterturn
     from quarterturn.demo_model import demo_model
 
-    quarterturn.quantize(demo_model(), "nvfp4", transform="hadamard:16", output=folder, progress=False)
+    quarterturn.quantize(demo_model(), "nvfp4", transform="hadamard:16", samples=2, output=folder, progress=False)
     return folder
 
 

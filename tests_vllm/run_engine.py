@@ -43,6 +43,8 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     try:
         llm = LLM(job["path"], **OPTIONS | job.get("options", {}))
         found = generate(llm, job)
+        if job.get("scales"):
+            found["scales"] = llm.apply_model(cache_scales)[0]
         if job.get("reload"):
             llm.apply_model(scramble)
             found["scrambled"] = generate(llm, job)
@@ -71,6 +73,11 @@ def scramble(model: Any) -> int:
                 tensor.data.view(torch.uint8).fill_(33)
                 count += 1
     return count
+
+
+def cache_scales(model: Any) -> list[float]:
+    """The scales of keys that attention layers quantize their cache with."""
+    return [float(m._k_scale) for m in model.modules() if hasattr(m, "_k_scale")]
 
 
 def generate(llm: Any, job: dict[str, Any]) -> dict[str, Any]:

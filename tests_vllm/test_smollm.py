@@ -24,7 +24,7 @@ def served(request: Any, run_engine: Run, tmp_path_factory: pytest.TempPathFacto
     format, transform, activations = request.param
     path = tmp_path_factory.mktemp("smollm2") / "model"
     quarterturn.quantize(
-        demo_model(), format, transform=transform, activations=activations, output=path, progress=False
+        demo_model(), format, transform=transform, activations=activations, samples=4, output=path, progress=False
     )
     tokenizer = AutoTokenizer.from_pretrained(path)
     text = tokenizer(held_out_text()).input_ids
