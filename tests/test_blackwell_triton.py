@@ -1,8 +1,8 @@
 """The numbers of the FP4 product for Blackwell, against the definition by hand.
 
 In the interpreter the kernel runs with DEFINITION set: the tiles, tails, scale layouts and epilogue of both families
-are those that a GPU would run, the one call of `tl.dot_scaled` is not. test_blackwell_choice.py holds that nothing else
-hangs on that switch, and test_the_interpreters_own_scaled_product runs the call itself where Triton can.
+are those that a GPU would run, the one call of `tl.dot_scaled` is not. test_blackwell_compile.py holds that nothing
+else hangs on that switch, and test_the_interpreters_own_scaled_product runs the call itself where Triton can.
 """
 
 from __future__ import annotations
