@@ -176,6 +176,8 @@ def test_the_operator_prepares_weights_once_and_again_when_they_change(name: str
         assert_same_bits(run(x, *layer._operands()), first / -2)
         layer.block_scale = (layer.block_scale.view(torch.uint8) + 8).view(layer.block_scale.dtype)
         assert_same_bits(run(x, *layer._operands()), -first)
+        layer.block_scale = (layer.block_scale.view(torch.uint8) - 8).view(layer.block_scale.dtype)  # as new as it was
+        assert_same_bits(run(x, *layer._operands()), first / -2)
 
 
 @pytest.mark.parametrize("name", ["cublas", "qutlass 128x4", "flashinfer", "flashinfer trtllm"])
@@ -271,6 +273,41 @@ def test_the_op_gives_what_the_reference_gives(name: str, fmt: str, recipe: str,
         stored = want[1] if layout == "linear" else reference.swizzle(want[1])
         assert_same_bits(scale.view(torch.uint8).reshape(stored.shape), stored)
         assert_same_bits(tensor_scale, want[2])
+
+
+@pytest.mark.parametrize(("fmt", "recipe"), [("nvfp4", "checkpoint"), ("mxfp4", "qutlass")])
+def test_a_negative_factor_turns_the_signs(fmt: str, recipe: str) -> None:
+    """The global scale cannot hold its sign: it goes into the matrix."""
+    x, turn, encode = normal(5, 192), hadamard(64), 40.0 if recipe == "checkpoint" else None
+    options = {"format": fmt, "encode_scale": encode, "recipe": recipe}
+    with opened("qutlass dense") as stand_in:
+        codes, scale, _ = ops.rotate_quantize(
+            x, turn.matrix.float(), -turn.factor, backend=ADAPTERS["qutlass dense"].name, **options
+        )
+        assert len(stand_in.calls) == 1
+    want = reference.rotate_quantize(x, turn.matrix, -turn.factor, **options)
+    assert_same_bits(codes, want[0])
+    assert_same_bits(scale.view(torch.uint8), want[1])
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize(("fmt", "recipe"), [("nvfp4", "checkpoint"), ("nvfp4", "qutlass"), ("mxfp4", "qutlass")])
+@pytest.mark.parametrize("name", ["qutlass dense", "qutlass 128x4"])
+def test_the_fused_quantizer_marks_what_is_not_finite(name: str, fmt: str, recipe: str, bad: float) -> None:
+    """The NaN scale and codes 0 in every group of the block, and in no other."""
+    with opened(name):
+        x, turn, encode = normal(3, 192), hadamard(64), 40.0 if recipe == "checkpoint" else None
+        x[1, 70] = bad
+        codes, scale, _ = ops.rotate_quantize(
+            x, turn.matrix.float(), turn.factor, format=fmt, encode_scale=encode, recipe=recipe,
+            backend=ADAPTERS[name].name,
+        )  # fmt: skip
+        want = reference.rotate_quantize(
+            x, turn.matrix, turn.factor, format=fmt, encode_scale=encode, recipe=recipe
+        )  # fmt: skip
+        assert not want[0][1, 32:64].any()
+        assert_same_bits(codes, want[0])
+        assert_same_bits(scale.view(torch.uint8), want[1])
 
 
 @every_case
