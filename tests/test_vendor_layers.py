@@ -7,6 +7,7 @@ right. None of it says that the real kernels do the same: no Blackwell has run t
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import numpy as np
 import pytest
@@ -273,6 +274,21 @@ def test_the_op_gives_what_the_reference_gives(name: str, fmt: str, recipe: str,
         stored = want[1] if layout == "linear" else reference.swizzle(want[1])
         assert_same_bits(scale.view(torch.uint8).reshape(stored.shape), stored)
         assert_same_bits(tensor_scale, want[2])
+
+
+def test_one_matrix_in_both_directions_with_two_factors_and_formats() -> None:
+    """What is kept beside a matrix is kept for each of them."""
+    x, held = normal(5, 192), random_hadamard(32, seed=4).matrix.float()
+    cases = [{"format": "nvfp4", "encode_scale": 40.0}, {"format": "mxfp4", "recipe": "qutlass"}]
+    for options, transpose, factor in itertools.product(cases, (False, True), (0.25, 0.5)):
+        with opened("qutlass dense") as stand_in:
+            codes, scale, _ = ops.rotate_quantize(
+                x, held, factor, transpose, backend=ADAPTERS["qutlass dense"].name, **options
+            )
+            assert len(stand_in.calls) == 1
+        want = reference.rotate_quantize(x, held, factor, transpose, **options)
+        assert_same_bits(codes, want[0])
+        assert_same_bits(scale.view(torch.uint8), want[1])
 
 
 @pytest.mark.parametrize(("fmt", "recipe"), [("nvfp4", "checkpoint"), ("mxfp4", "qutlass")])
