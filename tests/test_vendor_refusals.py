@@ -144,6 +144,8 @@ def test_layers_that_none_runs(name: str) -> None:
     assert backend.refuses(LAYER) == []
     plain = dataclasses.replace(LAYER, activations="bf16")
     assert said(backend.refuses(plain), "W4A4", "found activations in bf16", "'gpu_triton'")
+    for empty in ({"n": 0}, {"k": 0}):
+        assert said(backend.refuses(dataclasses.replace(LAYER, **empty)), "inputs and outputs", "'any_torch'")
 
 
 REFUSED = [

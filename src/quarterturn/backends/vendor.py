@@ -100,9 +100,12 @@ def missing_package(module: str, package: str, install: str, load: Callable[[], 
 
 def refuses_layer(problem: Problem) -> list[str]:
     """Reasons against a layer that hold for every product of two FP4 operands."""
+    reasons = []
     if problem.activations != "fp4":
-        return [f"multiplies FP4 by FP4 (W4A4), found activations in {problem.activations}: choose 'gpu_triton'"]
-    return []
+        reasons.append(f"multiplies FP4 by FP4 (W4A4), found activations in {problem.activations}: choose 'gpu_triton'")
+    if not (problem.n and problem.k):
+        reasons.append(f"needs inputs and outputs, found {problem.k} and {problem.n}: choose 'any_torch'")
+    return reasons
 
 
 def rotate(x: Tensor, blocks: Blocks, out_dtype: torch.dtype) -> Tensor:
