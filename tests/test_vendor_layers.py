@@ -16,7 +16,7 @@ from torch import nn
 
 from comparing import assert_refused, assert_same_bits, assert_within
 from quarterturn import FP4Linear, Transform, hadamard, matrix, ops, random_hadamard, reference
-from quarterturn.backends import vendor
+from quarterturn.backends import blackwell_qutlass, vendor
 from quarterturn.errors import BackendRefusal
 from quarterturn.sharing import tie
 from test_ops import signed_permutation
@@ -274,6 +274,37 @@ def test_the_op_gives_what_the_reference_gives(name: str, fmt: str, recipe: str,
         stored = want[1] if layout == "linear" else reference.swizzle(want[1])
         assert_same_bits(scale.view(torch.uint8).reshape(stored.shape), stored)
         assert_same_bits(tensor_scale, want[2])
+
+
+@pytest.mark.parametrize("name", ["cublas", "qutlass dense", "flashinfer"])
+def test_nothing_is_kept_while_a_graph_is_captured(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would lie in the graph's memory; nor can a matrix be looked at then, which QuTLASS's quantizer asks for."""
+    with opened(name) as stand_in:
+        layer, x = layer_of(name, "nvfp4", 48, 96, input_transform=hadamard(32)).refresh(), normal(3, 96)
+        plan = layer.current_plan(torch.bfloat16)
+        assert plan is not None
+        for module in (vendor, blackwell_qutlass):
+            monkeypatch.setattr(module, "is_capturing", lambda tensor: True)
+        check(layer, x, 1)
+        assert ADAPTERS[name].name not in plan.layer.kept
+        assert not vendor._KEPT.of(plan.layer.weight.data)
+        assert "fusedQuantizeNv" not in getattr(stand_in, "calls", [])
+
+
+@pytest.mark.parametrize("options", [{"recipe": "token"}, {"encode_scale": 40.0, "dtype": torch.float16}])
+def test_what_the_fused_quantizer_does_not_take_is_quantized_by_us(options: dict) -> None:
+    """The op by itself, which no layer was asked for: a tensor scale for each row, and fp16."""
+    options = {**options}
+    dtype = options.pop("dtype", torch.bfloat16)
+    x, turn = normal(5, 192, dtype), hadamard(64)
+    with opened("qutlass dense") as stand_in:
+        codes, scale, tensor_scale = ops.rotate_quantize(
+            x, turn.matrix.float(), turn.factor, format="nvfp4", backend=ADAPTERS["qutlass dense"].name, **options
+        )
+        assert not stand_in.calls
+    want = reference.rotate_quantize(x, turn.matrix, turn.factor, format="nvfp4", **options)
+    for got, wants in zip((codes, scale.view(torch.uint8), tensor_scale), want, strict=True):
+        assert_same_bits(got, wants)
 
 
 def test_one_matrix_in_both_directions_with_two_factors_and_formats() -> None:
