@@ -1,8 +1,8 @@
 """The numbers of the FP4 product for Blackwell, against the definition by hand.
 
 In the interpreter the kernel runs with DEFINITION set: the tiles, tails, scale layouts and epilogue of both families
-are those that a GPU would run, the one call of `tl.dot_scaled` is not. test_blackwell_choice.py holds that nothing else
-hangs on that switch, and test_the_interpreters_own_scaled_product runs the call itself where Triton can.
+are those that a GPU would run, the one call of `tl.dot_scaled` is not. test_blackwell_compile.py holds that nothing
+else hangs on that switch, and test_the_interpreters_own_scaled_product runs the call itself where Triton can.
 """
 
 from __future__ import annotations
@@ -132,10 +132,24 @@ def _read_codes(ptr, out, row, count, half, BLOCK_K: tl.constexpr):
 
 
 @triton.jit
-def _read_scales(ptr, out, row, padded, quads, GROUPS: tl.constexpr):
+def _read_scales(ptr, out, row, padded, quads, quad, GROUPS: tl.constexpr):
     rows = row + tl.arange(0, 2)
     at = tl.arange(0, 2)[:, None] * GROUPS + tl.arange(0, GROUPS)[None, :]
-    tl.store(out + at, _row_scales(ptr, rows, padded, quads - GROUPS // 4, quads, 2, GROUPS, 32))
+    tl.store(out + at, _row_scales(ptr, rows, padded, quad, quads, 2, GROUPS, 32))
+
+
+def test_nothing_is_read_behind_the_last_row_or_column() -> None:
+    """Zeros come in its place. In a product such codes meet scales of zero, so no result would show it."""
+    codes = torch.randint(1, 256, (4, 24), dtype=torch.uint8, device=DEVICE)
+    got = torch.empty(2, 32, dtype=torch.uint8, device=DEVICE)
+    _read_codes[(1,)](codes, got, 1, 2, 24, BLOCK_K=64)
+    want = torch.zeros(2, 32, dtype=torch.uint8)
+    want[0, :24] = codes[1].cpu()
+    assert_same_bits(got.cpu(), want, "codes")
+    words = torch.full((3 * 128,), 0x01010101, dtype=torch.int32, device=DEVICE)
+    got = torch.empty(2, 8, dtype=torch.uint8, device=DEVICE)
+    _read_scales[(1,)](words, got, 127, 128, 1, 0, GROUPS=8)
+    assert got.cpu().tolist() == [[1] * 4 + [0] * 4, [0] * 8]
 
 
 def test_addresses_beyond_32_bits() -> None:
@@ -159,7 +173,7 @@ def test_addresses_beyond_32_bits() -> None:
         for quad in range(2):
             words[first + quad * 128 + i * 4] = 0x03020100 + 0x01010101 * (16 * i + 4 * quad)
     got = torch.empty(2, 8, dtype=torch.uint8, device=DEVICE)
-    _read_scales[(1,)](words, got, row, 129 * 128, quads, GROUPS=8)
+    _read_scales[(1,)](words, got, row, 129 * 128, quads, quads - 2, GROUPS=8)
     assert got.cpu().tolist() == [list(range(16 * i, 16 * i + 8)) for i in range(2)]
 
 

@@ -133,6 +133,21 @@ def test_doctor_answers_for_a_gpu_that_is_not_here(folders: Path, capsys: pytest
     assert "gpu_triton" in capsys.readouterr().out.split("14 layers")[1]
 
 
+@pytest.mark.parametrize("capability", ["10.0", "12.0"])
+def test_doctor_says_what_was_never_run(capability: str, folders: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And names, behind the backend that it would choose too, every one that something speaks against."""
+    assert run("doctor", folders / "made", "--capability", capability) == 0
+    before, layers = capsys.readouterr().out.split("14 layers")
+    assert layers.strip().startswith("blackwell_")
+    assert "    run on: not run\n" in layers
+    assert "    not blackwell_qutlass: needs QuTLASS" in layers
+    assert "nothing was run to find this out" in before
+    for line in before.splitlines():
+        name, _, state = line.partition(" on cuda: ")
+        if name.strip().startswith("blackwell_") and "needs" not in state:
+            assert state.startswith("nothing against it (run on: not run"), line
+
+
 @pytest.mark.parametrize("given", ["ten", "10", "10.x", ""])
 def test_doctor_wants_two_numbers_for_a_capability(given: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("doctor", "--capability", given) == 2

@@ -7,6 +7,7 @@ right. None of it says that the real kernels do the same: no Blackwell has run t
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from torch import nn
 
 from comparing import assert_refused, assert_same_bits, assert_within
 from quarterturn import FP4Linear, Transform, hadamard, matrix, ops, random_hadamard, reference
-from quarterturn.backends import vendor
+from quarterturn.backends import blackwell_qutlass, vendor
 from quarterturn.errors import BackendRefusal
 from quarterturn.sharing import tie
 from test_ops import signed_permutation
@@ -176,6 +177,8 @@ def test_the_operator_prepares_weights_once_and_again_when_they_change(name: str
         assert_same_bits(run(x, *layer._operands()), first / -2)
         layer.block_scale = (layer.block_scale.view(torch.uint8) + 8).view(layer.block_scale.dtype)
         assert_same_bits(run(x, *layer._operands()), -first)
+        layer.block_scale = (layer.block_scale.view(torch.uint8) - 8).view(layer.block_scale.dtype)  # as new as it was
+        assert_same_bits(run(x, *layer._operands()), first / -2)
 
 
 @pytest.mark.parametrize("name", ["cublas", "qutlass 128x4", "flashinfer", "flashinfer trtllm"])
@@ -271,6 +274,87 @@ def test_the_op_gives_what_the_reference_gives(name: str, fmt: str, recipe: str,
         stored = want[1] if layout == "linear" else reference.swizzle(want[1])
         assert_same_bits(scale.view(torch.uint8).reshape(stored.shape), stored)
         assert_same_bits(tensor_scale, want[2])
+
+
+@pytest.mark.parametrize("name", ["cublas", "qutlass dense", "flashinfer"])
+def test_nothing_is_kept_while_a_graph_is_captured(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would lie in the graph's memory; nor can a matrix be looked at then, which QuTLASS's quantizer asks for."""
+    with opened(name) as stand_in:
+        layer, x = layer_of(name, "nvfp4", 48, 96, input_transform=hadamard(32)).refresh(), normal(3, 96)
+        plan = layer.current_plan(torch.bfloat16)
+        assert plan is not None
+        for module in (vendor, blackwell_qutlass):
+            monkeypatch.setattr(module, "is_capturing", lambda tensor: True)
+        check(layer, x, 1)
+        assert ADAPTERS[name].name not in plan.layer.kept
+        assert not vendor._KEPT.of(plan.layer.weight.data)
+        assert "fusedQuantizeNv" not in getattr(stand_in, "calls", [])
+
+
+@pytest.mark.parametrize("options", [{"recipe": "token"}, {"encode_scale": 40.0, "dtype": torch.float16}])
+def test_what_the_fused_quantizer_does_not_take_is_quantized_by_us(options: dict) -> None:
+    """The op by itself, which no layer was asked for: a tensor scale for each row, and fp16."""
+    options = {**options}
+    dtype = options.pop("dtype", torch.bfloat16)
+    x, turn = normal(5, 192, dtype), hadamard(64)
+    with opened("qutlass dense") as stand_in:
+        codes, scale, tensor_scale = ops.rotate_quantize(
+            x, turn.matrix.float(), turn.factor, format="nvfp4", backend=ADAPTERS["qutlass dense"].name, **options
+        )
+        assert not stand_in.calls
+    want = reference.rotate_quantize(x, turn.matrix, turn.factor, format="nvfp4", **options)
+    for got, wants in zip((codes, scale.view(torch.uint8), tensor_scale), want, strict=True):
+        assert_same_bits(got, wants)
+
+
+def test_one_matrix_in_both_directions_with_two_factors_and_formats() -> None:
+    """What is kept beside a matrix is kept for each of them."""
+    x, held = normal(5, 192), random_hadamard(32, seed=4).matrix.float()
+    cases = [{"format": "nvfp4", "encode_scale": 40.0}, {"format": "mxfp4", "recipe": "qutlass"}]
+    for options, transpose, factor in itertools.product(cases, (False, True), (0.25, 0.5)):
+        with opened("qutlass dense") as stand_in:
+            codes, scale, _ = ops.rotate_quantize(
+                x, held, factor, transpose, backend=ADAPTERS["qutlass dense"].name, **options
+            )
+            assert len(stand_in.calls) == 1
+        want = reference.rotate_quantize(x, held, factor, transpose, **options)
+        assert_same_bits(codes, want[0])
+        assert_same_bits(scale.view(torch.uint8), want[1])
+
+
+@pytest.mark.parametrize(("fmt", "recipe"), [("nvfp4", "checkpoint"), ("mxfp4", "qutlass")])
+def test_a_negative_factor_turns_the_signs(fmt: str, recipe: str) -> None:
+    """The global scale cannot hold its sign: it goes into the matrix."""
+    x, turn, encode = normal(5, 192), hadamard(64), 40.0 if recipe == "checkpoint" else None
+    options = {"format": fmt, "encode_scale": encode, "recipe": recipe}
+    with opened("qutlass dense") as stand_in:
+        codes, scale, _ = ops.rotate_quantize(
+            x, turn.matrix.float(), -turn.factor, backend=ADAPTERS["qutlass dense"].name, **options
+        )
+        assert len(stand_in.calls) == 1
+    want = reference.rotate_quantize(x, turn.matrix, -turn.factor, **options)
+    assert_same_bits(codes, want[0])
+    assert_same_bits(scale.view(torch.uint8), want[1])
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize(("fmt", "recipe"), [("nvfp4", "checkpoint"), ("nvfp4", "qutlass"), ("mxfp4", "qutlass")])
+@pytest.mark.parametrize("name", ["qutlass dense", "qutlass 128x4"])
+def test_the_fused_quantizer_marks_what_is_not_finite(name: str, fmt: str, recipe: str, bad: float) -> None:
+    """The NaN scale and codes 0 in every group of the block, and in no other."""
+    with opened(name):
+        x, turn, encode = normal(3, 192), hadamard(64), 40.0 if recipe == "checkpoint" else None
+        x[1, 70] = bad
+        codes, scale, _ = ops.rotate_quantize(
+            x, turn.matrix.float(), turn.factor, format=fmt, encode_scale=encode, recipe=recipe,
+            backend=ADAPTERS[name].name,
+        )  # fmt: skip
+        want = reference.rotate_quantize(
+            x, turn.matrix, turn.factor, format=fmt, encode_scale=encode, recipe=recipe
+        )  # fmt: skip
+        assert not want[0][1, 32:64].any()
+        assert_same_bits(codes, want[0])
+        assert_same_bits(scale.view(torch.uint8), want[1])
 
 
 @every_case

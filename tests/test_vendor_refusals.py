@@ -17,6 +17,8 @@ from quarterturn.backends import (
     blackwell_flashinfer,
     blackwell_qutlass,
     get_backend,
+    reasons_against,
+    run_on,
     select,
     vendor,
     vendor_ops,
@@ -51,6 +53,9 @@ def test_machines(name: str) -> None:
     assert said(backend.missing(GPU, (9, 0)), "needs a Blackwell GPU", "found 9.0", "choose backend 'gpu_triton'")
     for capability in ((10, 0), (10, 3), (12, 0), (12, 1)):
         assert backend.missing(GPU, capability) == []
+    for capability in ((11, 0), (13, 0), (14, 0)):
+        assert said(backend.missing(GPU, capability), "10.x or 12.x", f"found {capability[0]}.{capability[1]}")
+    assert backend.missing(GPU, (7, 5))[-1].endswith("choose backend 'any_torch'")
 
 
 @pytest.mark.parametrize(
@@ -74,7 +79,7 @@ def test_a_package_that_does_not_import(name: str, installed: pytest.MonkeyPatch
 
     installed.setattr(vendor_ops, "flashinfer", load)
     installed.setattr(vendor_ops, "qutlass", load)
-    assert said(get_backend(name).missing(GPU, (10, 0)), "does not import here", "libcuda.so.1")
+    assert said(get_backend(name).missing(GPU, (10, 0)), "does not import here", "libcuda.so.1", "install")
 
 
 def test_a_flashinfer_that_is_too_old(installed: pytest.MonkeyPatch) -> None:
@@ -139,6 +144,8 @@ def test_layers_that_none_runs(name: str) -> None:
     assert backend.refuses(LAYER) == []
     plain = dataclasses.replace(LAYER, activations="bf16")
     assert said(backend.refuses(plain), "W4A4", "found activations in bf16", "'gpu_triton'")
+    for empty in ({"n": 0}, {"k": 0}):
+        assert said(backend.refuses(dataclasses.replace(LAYER, **empty)), "inputs and outputs", "'any_torch'")
 
 
 REFUSED = [
@@ -157,7 +164,10 @@ REFUSED = [
 
 @pytest.mark.parametrize(("name", "change", "words"), REFUSED)
 def test_layers_that_one_does_not_run(name: str, change: dict, words: tuple[str, ...]) -> None:
-    assert said(get_backend(name).refuses(dataclasses.replace(LAYER, **change)), *words)
+    reasons = get_backend(name).refuses(dataclasses.replace(LAYER, **change))
+    assert said(reasons, *words)
+    remedy = reasons[0].rpartition(": ")[2]
+    assert remedy.startswith(("choose", "convert")), "what to do"
 
 
 def test_layers_that_only_one_runs() -> None:
@@ -177,6 +187,25 @@ def test_an_explicit_choice_is_obeyed_or_refused(name: str) -> None:
     )
     plain = dataclasses.replace(LAYER, activations="bf16")
     assert_refused(lambda: select(plain, GPU, name, capability=(10, 0)), "W4A4", kind=BackendRefusal)
+    both = lambda: select(plain, GPU, name, capability=(9, 0))  # noqa: E731
+    assert_refused(both, "found 9.0", "W4A4", kind=BackendRefusal)  # every reason, of the machine and of the layer
+
+
+@pytest.mark.usefixtures("installed")
+def test_every_reason_is_told_behind_the_chosen_one_too() -> None:
+    half = dataclasses.replace(LAYER, dtype=torch.float16)
+    against = reasons_against(half, GPU, (10, 0))
+    assert list(against) == [backend.NAME for backend in backends.BACKENDS]
+    assert select(half, GPU, capability=(10, 0)).name == blackwell_cublas.NAME
+    assert [name for name, reasons in against.items() if reasons] == ["cpu_native", blackwell_qutlass.NAME]
+    assert said(against[blackwell_qutlass.NAME], "found float16")
+    of_mxfp4 = reasons_against(dataclasses.replace(LAYER, format=MXFP4), GPU, (12, 0))
+    assert said(of_mxfp4[blackwell_cublas.NAME], "found 12.0")
+
+
+def test_what_was_never_run_says_so() -> None:
+    for backend in backends.BACKENDS:
+        assert run_on(backend).startswith("not run") is backend.NAME.startswith("blackwell"), backend.NAME
 
 
 @pytest.mark.usefixtures("installed")

@@ -9,6 +9,7 @@ never replaced.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -42,6 +43,8 @@ __all__ = [
     "Weight",
     "get_backend",
     "op_backend",
+    "reasons_against",
+    "run_on",
     "select",
 ]
 
@@ -113,9 +116,7 @@ def select(
         problem = replace(problem, capability=_capability(device, capability))
     candidates: Sequence[Backend] = BACKENDS if requested == "auto" else (get_backend(requested, layer),)
     for backend in candidates:
-        reasons = backend.missing(device, capability)
-        if problem is not None and not reasons:
-            reasons = backend.refuses(problem)
+        reasons = _reasons(backend, problem, device, capability)
         if not reasons:
             why = "asked for" if requested != "auto" else _why(backend.NAME, rejected)
             return Selection(backend, why, rejected)
@@ -128,6 +129,28 @@ def select(
         do="choose backend 'auto', or cure the reason",
         kind=BackendRefusal,
     )
+
+
+def reasons_against(
+    problem: Problem | None, device: torch.device, capability: tuple[int, int] | None = None
+) -> dict[str, list[str]]:
+    """Every reason against each backend of BACKENDS, those behind the one that `select` would choose too; none: []."""
+    if problem is not None:
+        problem = replace(problem, capability=_capability(device, capability))
+    return {backend.NAME: _reasons(backend, problem, device, capability) for backend in BACKENDS}
+
+
+def run_on(backend: Backend) -> str:
+    """The machines where a backend's tests were run, as its docstring says; 'not run' where there is none."""
+    found = re.search(r"^\| run on +\| (.*?) +\|$", backend.__doc__ or "", flags=re.M)
+    return found[1] if found else "not told"
+
+
+def _reasons(
+    backend: Backend, problem: Problem | None, device: torch.device, capability: tuple[int, int] | None
+) -> list[str]:
+    """Reasons against the machine and against the layer: all, so that nobody cures one to meet the next."""
+    return [*backend.missing(device, capability), *(backend.refuses(problem) if problem is not None else [])]
 
 
 @lru_cache(maxsize=128)

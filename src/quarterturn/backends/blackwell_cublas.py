@@ -1,7 +1,7 @@
 """cuBLAS's FP4 product through torch.nn.functional.scaled_mm, behind our own rotate + quantize.
 
 | needs     | a Blackwell GPU (10.x or 12.x), a torch built for CUDA with scaled_mm (2.11 or newer), and Triton |
-| provides  | W4A4. NVFP4: every size, dtype, recipe and transform, exact to the definition. MXFP4 on 10.x: bf16 |
+| provides  | W4A4. NVFP4: every size, dtype, recipe and transform, rounded once. MXFP4 on 10.x: bf16 |
 | does not  | W4A16; MXFP4 on 12.x, with fp16 or fp32 or QuTLASS's recipe |
 | run on    | not run |
 
@@ -48,13 +48,16 @@ def refuses(problem: Problem) -> list[str]:
     reasons = vendor.refuses_layer(problem)
     if problem.format.has_tensor_scale:
         return reasons
+    instead = "choose 'blackwell_flashinfer' or 'blackwell_triton'"
     if problem.capability is not None and problem.capability[0] != 10:
         found = ".".join(map(str, problem.capability))
-        reasons.append(f"needs a GPU of capability 10.x for MXFP4, found {found}: torch has that product for B200 only")
+        reasons.append(f"needs a GPU of 10.x for MXFP4, torch having no other such product, found {found}: {instead}")
     if problem.dtype != torch.bfloat16:
-        reasons.append(f"needs bfloat16 for MXFP4, which its product gives, found {_short(problem.dtype)}")
+        reasons.append(f"needs bfloat16 for MXFP4, which its product gives, found {_short(problem.dtype)}: {instead}")
     if problem.recipe == "qutlass":
-        reasons.append("needs a product with alpha for QuTLASS's MXFP4 (1/3), found torch's, which has none")
+        reasons.append(
+            f"needs a product with alpha for QuTLASS's MXFP4 (1/3), found torch's, which has none: {instead}"
+        )
     return reasons
 
 

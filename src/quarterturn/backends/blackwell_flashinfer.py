@@ -106,9 +106,10 @@ class FlashInfer:
         dtypes = self._dtypes()
         if problem.dtype not in dtypes:
             names = [str(dtype).removeprefix("torch.") for dtype in (*dtypes, problem.dtype)]
-            reasons.append(f"needs {' or '.join(names[:-1])}, which kernel '{self.kernel}' gives, found {names[-1]}")
+            needed, instead = " or ".join(names[:-1]), "convert the model, or choose 'blackwell_triton'"
+            reasons.append(f"needs {needed}, which kernel '{self.kernel}' gives, found {names[-1]}: {instead}")
         if problem.recipe == "token" and problem.format.has_tensor_scale:
-            reasons.append("needs one tensor scale for all rows, found recipe 'token' with one a row")
+            reasons.append(vendor.PER_ROW)
         if not problem.format.has_tensor_scale and not kernel.mxfp4:
             reasons.append(f"needs NVFP4 for kernel '{self.kernel}', found MXFP4: choose '{NAME}' or '{NAME}:cudnn'")
         return reasons

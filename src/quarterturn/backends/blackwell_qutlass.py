@@ -70,7 +70,7 @@ def refuses(problem: Problem) -> list[str]:
         found = str(problem.dtype).removeprefix("torch.")
         reasons.append(f"needs bfloat16 inputs, which its kernels take and give, found {found}: convert the model")
     if problem.recipe == "token" and problem.format.has_tensor_scale:
-        reasons.append("needs one tensor scale for all rows, found recipe 'token' with one a row")
+        reasons.append(vendor.PER_ROW)
     return reasons
 
 

@@ -3,7 +3,7 @@
 | needs     | an NVIDIA GPU of capability 10.0, 10.3 or 12.0, and Triton 3.6 or newer |
 | provides  | W4A4 layers of packed weights on FP4 matrix units; every format, recipe, rule, dtype, bias, any M, N, K |
 | does not  | W4A16; fp32 input, other transform sizes, output transforms and decoded weights go by way of gpu_triton |
-| run on    | not run on any GPU; compiled for those three in tests, its numbers checked on a CPU as told below |
+| run on    | not run on any GPU; compiled in tests for 10.0, 10.3 and 12.0, its numbers checked on a CPU |
 
 x is rotated and quantized by gpu_triton's portable kernel, with the hardware's conversion to E2M1, its scales written
 straight into the 128x4 layout; the product is kernels/matmul_scaled.py. On a CPU both run in Triton's interpreter, with
@@ -28,6 +28,7 @@ from .blackwell_launch import ScaledWeight, multiply, scaled_weight
 from .gpu_launch import capability as capability_of
 from .gpu_pieces import is_capturing
 from .protocol import Layer, Operand, Problem, Together, Weight
+from .vendor import own_or_any
 
 NAME = "blackwell_triton"
 CAPABILITIES = ((10, 0), (10, 3), (12, 0))
@@ -48,7 +49,7 @@ def missing(device: torch.device, capability: tuple[int, int] | None = None) -> 
 def _unfit(found: tuple[int, int]) -> str:
     known = ", ".join(f"{major}.{minor}" for major, minor in CAPABILITIES)
     why = "which has no FP4 matrix units" if found < (10, 0) else _UNFIT.get(found, "for which it was never compiled")
-    return f"needs a GPU of capability {known}, found {found[0]}.{found[1]}, {why}: choose {gpu_triton.NAME}"
+    return f"needs a GPU of capability {known}, found {found[0]}.{found[1]}, {why}: choose {own_or_any(found)}"
 
 
 _UNFIT = {

@@ -31,6 +31,13 @@ from .protocol import Blocks, Layer, Operand, Problem, Quantizer, Together, Weig
 
 FORM = "128x4"
 """The form of an operand: codes (M, K padded to whole tiles / 2), scale bytes in the 128x4 layout."""
+FAMILIES = (10, 12)
+"""Major numbers of the capabilities whose FP4 products the vendors' packages have in common."""
+PER_ROW = (
+    "needs one tensor scale for all rows, found recipe 'token' with one a row: "
+    "choose 'blackwell_cublas' or 'blackwell_triton'"
+)
+"""The reason of products that take one alpha."""
 TILE = 4
 """Groups of K in a tile of scales."""
 
@@ -58,10 +65,15 @@ def missing_gpu(device: torch.device, capability: tuple[int, int] | None) -> lis
     if device.type != "cuda" or torch.version.hip is not None:
         return reasons or [f"needs an NVIDIA GPU, found {device.type}"]
     found = capability or capability_of(device)
-    if found[0] < 10:
-        text = f"needs a Blackwell GPU (capability 10.0 or more), found {found[0]}.{found[1]}"
-        reasons.append(f"{text}: choose backend 'gpu_triton'")
+    if found[0] not in FAMILIES:
+        text = f"needs a Blackwell GPU (capability 10.x or 12.x), found {found[0]}.{found[1]}"
+        reasons.append(f"{text}: choose backend '{own_or_any(found)}'")
     return reasons
+
+
+def own_or_any(capability: tuple[int, int]) -> str:
+    """The backend to choose on a GPU that has no FP4 products."""
+    return "gpu_triton" if capability >= (8, 0) else "any_torch"
 
 
 def version_of(package: str) -> str:
@@ -73,22 +85,27 @@ def version_of(package: str) -> str:
 
 
 def missing_package(module: str, package: str, install: str, load: Callable[[], object]) -> list[str]:
-    """Reasons against a package: not there, or it does not import here. `install` is what to do about the first."""
+    """Reasons against a package: not there, or it does not import here. `install` is what to do, with all that it
+    needs in the second case."""
     if importlib.util.find_spec(module) is None:
         return [f"needs {package}, which is not installed: {install}"]
     try:
         load()
     except Exception as error:
         # A package may raise anything where its GPU libraries are missing.
-        return [f"needs {package}; {version_of(package)} is installed, but does not import here ({error})"]
+        found = f"{version_of(package)} is installed, but does not import here ({error})"
+        return [f"needs {package} and what it imports; {found}: {install}"]
     return []
 
 
 def refuses_layer(problem: Problem) -> list[str]:
     """Reasons against a layer that hold for every product of two FP4 operands."""
+    reasons = []
     if problem.activations != "fp4":
-        return [f"multiplies FP4 by FP4 (W4A4), found activations in {problem.activations}: choose 'gpu_triton'"]
-    return []
+        reasons.append(f"multiplies FP4 by FP4 (W4A4), found activations in {problem.activations}: choose 'gpu_triton'")
+    if not (problem.n and problem.k):
+        reasons.append(f"needs inputs and outputs, found {problem.k} and {problem.n}: choose 'any_torch'")
+    return reasons
 
 
 def rotate(x: Tensor, blocks: Blocks, out_dtype: torch.dtype) -> Tensor:

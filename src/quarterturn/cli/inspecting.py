@@ -10,7 +10,7 @@ import torch
 import typer
 
 from .. import __version__
-from ..backends import BACKENDS
+from ..backends import BACKENDS, get_backend, run_on
 from ..checkpoint import describe
 from ..machine import gpus, processor, version
 from ..report.tables import Table
@@ -78,11 +78,13 @@ def doctor(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Show devices, versions and what each backend lacks here; with a path, what runs each layer and why."""
+    """Show devices, versions, what each backend lacks here and where it was run; with a path, what runs each layer,
+    why, and every reason against the others."""
     quiet()
     gpu = _parsed(capability) if capability is not None else None
     found: dict[str, Any] = {"versions": _versions(), "devices": _devices(gpu)}
     found["backends"] = _backends(found["devices"], gpu)
+    found["notes"] = _notes(gpu)
     if path is not None:
         found["layers"] = _layers(path, gpu)
     if as_json:
@@ -116,10 +118,24 @@ def _devices(gpu: tuple[int, int] | None) -> list[dict[str, Any]]:
 
 def _backends(devices: list[dict[str, Any]], gpu: tuple[int, int] | None) -> list[dict[str, Any]]:
     return [
-        {"backend": backend.NAME, "device": d["device"], "lacks": backend.missing(torch.device(d["device"]), gpu)}
+        {
+            "backend": backend.NAME,
+            "device": d["device"],
+            "lacks": backend.missing(torch.device(d["device"]), gpu),
+            "run_on": run_on(backend),
+        }
         for d in devices
         for backend in BACKENDS
     ]
+
+
+def _notes(gpu: tuple[int, int] | None) -> list[str]:
+    if gpu is None:
+        return []
+    notes = ["nothing was run to find this out: it is what would be chosen there, with the packages installed here"]
+    if torch.version.cuda is None:
+        notes.append(f"torch {torch.__version__} is not built for CUDA: for any GPU install one that is")
+    return notes
 
 
 def _layers(path: str, gpu: tuple[int, int] | None) -> list[dict[str, Any]]:
@@ -128,7 +144,14 @@ def _layers(path: str, gpu: tuple[int, int] | None) -> list[dict[str, Any]]:
     with work(f"loading {path}"):
         model = load(path)
     return [
-        {"layer": e.layer, "backend": e.backend, "arithmetic": e.arithmetic, "reason": e.reason, "rejected": e.rejected}
+        {
+            "layer": e.layer,
+            "backend": e.backend,
+            "arithmetic": e.arithmetic,
+            "reason": e.reason,
+            "run_on": run_on(get_backend(e.backend)),
+            "rejected": e.rejected,
+        }
         for e in explain(model, capability=gpu)
     ]
 
@@ -141,23 +164,26 @@ def _show_doctor(found: dict[str, Any]) -> None:
     out.print()
     for device in found["devices"]:
         out.print(f"  {device['device']:<20}{device['name']}")
+    for note in found["notes"]:
+        out.print(f"  {'note':<20}{note}")
     out.print()
     for row in found["backends"]:
-        state = "; ".join(row["lacks"]) if row["lacks"] else "runs"
+        state = "; ".join(row["lacks"]) or f"nothing against it (run on: {row['run_on']})"
         out.print(f"  {row['backend']:<22}on {row['device']}: {state}")
     if "layers" not in found:
         return
-    groups: dict[tuple[str, str, str, str], list[str]] = {}
+    groups: dict[tuple[str, str, str, str, tuple[str, ...]], list[str]] = {}
     for e in found["layers"]:
-        rejected = "; ".join(f"{name}: {', '.join(why)}" for name, why in e["rejected"].items())
-        groups.setdefault((e["backend"], e["arithmetic"], e["reason"], rejected), []).append(e["layer"])
+        rejected = tuple(f"{name}: {'; '.join(why)}" for name, why in e["rejected"].items())
+        groups.setdefault((e["backend"], e["arithmetic"], e["reason"], e["run_on"], rejected), []).append(e["layer"])
     out.print()
-    for (backend, arithmetic, reason, rejected), names in groups.items():
+    for (backend, arithmetic, reason, ran, rejected), names in groups.items():
         out.print(Text.assemble(f"  {len(names)} layers  ", (backend, "bold"), f", {arithmetic}"))
         out.print(f"    {names[0]}" + (f" ... {names[-1]}" if len(names) > 1 else ""))
         out.print(f"    why: {reason}")
-        if rejected:
-            out.print(f"    not: {rejected}")
+        out.print(f"    run on: {ran}")
+        for against in rejected:
+            out.print(f"    not {against}")
 
 
 __all__ = ["Path", "describe", "doctor", "inspect"]

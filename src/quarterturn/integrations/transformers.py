@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ..backends import select
+from ..backends import reasons_against, select
 from ..checkpoint import Checkpoint, open_checkpoint
 from ..checkpoint.files import refuse
 from ..errors import missing_package, refusal
@@ -84,7 +84,8 @@ def explain(
     """What runs each FP4 layer of a model, and why, in the model's order.
 
     dtype: of the inputs, default the model's. capability: asks what would run on an NVIDIA GPU of that capability, with
-    the packages installed here, whatever device the model is on. Raises BackendRefusal where nothing would.
+    the packages installed here, whatever device the model is on. `rejected` has every backend that something speaks
+    against, behind the chosen one too. Raises BackendRefusal where nothing would run.
     """
     own: torch.dtype = dtype or getattr(model, "dtype", torch.bfloat16)  # type: ignore[assignment]
     return [
@@ -95,12 +96,13 @@ def explain(
 
 
 def _explanation(layer: FP4Linear, dtype: torch.dtype, capability: tuple[int, int] | None) -> Explanation:
-    here = layer.explain(dtype)
+    found, problem = layer.explain(dtype), layer.problem(dtype)
+    device = layer.codes.device if capability is None else torch.device("cuda")
+    against = {name: why for name, why in reasons_against(problem, device, capability).items() if why}
     if capability is None:
-        return here
-    device, asked = torch.device("cuda"), layer.requested_backend
-    there = select(layer.problem(dtype), device, asked, layer=layer.name or None, capability=capability)
-    return replace(here, backend=there.name, reason=there.reason, rejected=there.rejected, weights="not prepared")
+        return replace(found, rejected=against)
+    there = select(problem, device, layer.requested_backend, layer=layer.name or None, capability=capability)
+    return replace(found, backend=there.name, reason=there.reason, rejected=against, weights="not prepared")
 
 
 def _check_choices(**choices: tuple[str, tuple[str, ...]]) -> None:
