@@ -191,7 +191,14 @@ def test_the_command_says_why_nothing_is_captured(
     assert "without" not in capsys.readouterr().err
 
 
+@pytest.fixture
+def this_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps are captured on the GPU at hand, whether or not these tests were ever run on one like it."""
+    monkeypatch.setattr(decoding, "RUN_ON", (torch.cuda.get_device_capability(),))
+
+
 @pytest.mark.gpu
+@pytest.mark.usefixtures("this_gpu")
 @pytest.mark.parametrize("way", ["captured", "compiled"])
 @pytest.mark.parametrize("four_bit", [False, True])
 def test_on_a_gpu_steps_from_a_graph_are_the_eager_ones(way: str, four_bit: bool) -> None:
@@ -216,6 +223,7 @@ def test_on_a_gpu_steps_from_a_graph_are_the_eager_ones(way: str, four_bit: bool
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("this_gpu")
 def test_on_a_gpu_generate_is_captured(tmp_path: Path) -> None:
     model, ids = tiny_model().cuda(), tokens(1, 9).cuda()
     decoder, reason = decoding.capture(model, 1, 40)
@@ -225,6 +233,7 @@ def test_on_a_gpu_generate_is_captured(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("this_gpu")
 def test_on_a_gpu_a_step_that_waits_for_the_host_is_no_loss() -> None:
     model, ids = tiny_model().cuda(), tokens(1, 9).cuda()
     want = continued(model, ids, 8, do_sample=False)

@@ -25,6 +25,13 @@ WIDEST = [(16384,), (28, 512), (512, 28), (172, 128), (28, 1024), (1024, 28), (3
 SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 
 
+@pytest.fixture(autouse=True)
+def this_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel is taken on the GPU at hand, whether or not these tests were ever run on one like it."""
+    if DEVICE.type == "cuda":
+        monkeypatch.setattr(gpu_wide, "RUN_ON", (torch.cuda.get_device_capability(),))
+
+
 def wide_turn(orders: tuple[int, ...], signed: bool, transpose: bool) -> Turn:
     """A Hadamard matrix of a form that the kernel takes, on the device; signed: random signs at rows and columns."""
     matrix = product(*orders, signed=signed).to(DEVICE)
