@@ -52,7 +52,7 @@ def page() -> str:
         '`backend="auto"` takes the first of this order with no reason against it, for each layer by itself:',
         f"{', '.join(f'`{backend.NAME}`' for backend in BACKENDS)}. A named backend is run or refused, never replaced.",
         "What stands behind `any_torch`, which takes everything, runs only where it is named.",
-        "`quarterturn doctor CHECKPOINT` prints which one runs each layer and the reasons against those before it;",
+        "`quarterturn doctor CHECKPOINT` prints which one runs each layer and every reason against the others;",
         '`--capability 10.0` asks about a GPU that is not at hand. "Run on" names machines where the tests were run.',
     ]
     for backend in BACKENDS:
