@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 from typing import Literal
 
 import pytest
@@ -236,3 +237,17 @@ def test_qutlass_runs_only_where_it_is_named() -> None:
     """Its codes may differ from the definition's: automatic choice ends before it."""
     order = [backend.NAME for backend in backends.BACKENDS]
     assert order.index(blackwell_qutlass.NAME) > order.index("any_torch")
+
+
+def test_a_package_is_not_imported_for_a_gpu_that_it_could_not_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    def imported() -> None:
+        raise AssertionError("imported")
+
+    monkeypatch.setattr(vendor_ops, "flashinfer", imported)
+    monkeypatch.setattr(vendor_ops, "qutlass", imported)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    for backend in (blackwell_flashinfer, blackwell_qutlass):
+        reasons = backend.missing(torch.device("cuda"), (9, 0))
+        assert len(reasons) == 1
+        assert "found 9.0" in reasons[0]
+        assert "imported" in backend.missing(torch.device("cuda"), (10, 0))[0]

@@ -80,7 +80,8 @@ class FlashInfer:
     def missing(self, device: torch.device, capability: tuple[int, int] | None = None) -> list[str]:
         """Reasons against this machine: no Blackwell, no Triton, no FlashInfer, one too old, or without the kernel."""
         reasons = vendor.missing_gpu(device, capability)
-        absent = vendor.missing_package("flashinfer", PACKAGE, f"pip install {PACKAGE}", vendor_ops.flashinfer)
+        load = None if reasons else vendor_ops.flashinfer
+        absent = vendor.missing_package("flashinfer", PACKAGE, f"pip install {PACKAGE}", load)
         # A GPU that is no Blackwell is not asked about a second time.
         return [*reasons, *absent] or self._lacks(device, capability)
 

@@ -56,8 +56,10 @@ INSTALL = "build it from github.com/IST-DASLab/qutlass on this GPU (pip install 
 def missing(device: torch.device, capability: tuple[int, int] | None = None) -> list[str]:
     """Reasons against this machine: no Blackwell, no Triton, no QuTLASS, or one that is too old."""
     reasons = vendor.missing_gpu(device, capability)
-    if not (absent := vendor.missing_package("qutlass", "QuTLASS", INSTALL, vendor_ops.qutlass)):
-        module = vendor_ops.qutlass()
+    load = None if reasons else vendor_ops.qutlass
+    absent = vendor.missing_package("qutlass", "QuTLASS", INSTALL, load)
+    if load is not None and not absent:
+        module = load()
         if lacking := [name for name in FUNCTIONS if not hasattr(module, name)]:
             reasons.append(f"needs QuTLASS 0.2 or newer, found one without {', '.join(lacking)}: {INSTALL}")
     return [*reasons, *absent]

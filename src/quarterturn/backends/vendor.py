@@ -84,11 +84,13 @@ def version_of(package: str) -> str:
         return "an unknown version"
 
 
-def missing_package(module: str, package: str, install: str, load: Callable[[], object]) -> list[str]:
+def missing_package(module: str, package: str, install: str, load: Callable[[], object] | None) -> list[str]:
     """Reasons against a package: not there, or it does not import here. `install` is what to do, with all that it
-    needs in the second case."""
+    needs in the second case. load: None where it need not be imported, since the machine is refused already."""
     if importlib.util.find_spec(module) is None:
         return [f"needs {package}, which is not installed: {install}"]
+    if load is None:
+        return []
     try:
         load()
     except Exception as error:
