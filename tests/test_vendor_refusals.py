@@ -24,6 +24,7 @@ from quarterturn.backends import (
     vendor,
     vendor_ops,
 )
+from quarterturn.backends.protocol import Weight
 from quarterturn.errors import BackendRefusal
 
 GPU = torch.device("cuda")
@@ -251,3 +252,24 @@ def test_a_package_is_not_imported_for_a_gpu_that_it_could_not_use(monkeypatch: 
         assert len(reasons) == 1
         assert "found 9.0" in reasons[0]
         assert "imported" in backend.missing(torch.device("cuda"), (10, 0))[0]
+
+
+def test_of_scales_that_keep_no_version_nothing_is_kept() -> None:
+    """Tensors of inference mode: a write to them leaves no trace, so parts are made again for every call."""
+    codes = torch.zeros(16, 32, dtype=torch.uint8)
+    with torch.inference_mode():
+        scale = torch.full((16, 4), 0x38, dtype=torch.uint8)
+    made = []
+
+    def make(weight: Weight) -> tuple[vendor.Part, ...]:
+        made.append(weight)
+        return ()
+
+    weight = Weight(codes, scale, torch.ones(1), (16,), NVFP4)
+    for _ in range(2):
+        vendor._kept_parts(weight, "some", make)
+    assert len(made) == 2
+    kept = dataclasses.replace(weight, block_scale=scale.clone())
+    for _ in range(2):
+        vendor._kept_parts(kept, "some", make)
+    assert len(made) == 3
