@@ -26,8 +26,10 @@ ONE_BYTE = {"nvfp4": 0x38, "mxfp4": 127}  # scale 1; E4M3 doubles every 8 bytes,
 
 
 def families() -> tuple[int, ...]:
-    """Both where the interpreter runs, or the one of this GPU."""
-    return FAMILIES if DEVICE.type == "cpu" or not torch.cuda.is_available() else (_family(torch.empty(0, device=DEVICE)),)
+    """Both where the interpreter runs (or nothing does), or the one of this GPU."""
+    if DEVICE.type == "cpu" or not torch.cuda.is_available():
+        return FAMILIES
+    return (_family(torch.empty(0, device=DEVICE)),)
 
 
 @dataclass
