@@ -12,7 +12,7 @@ R = 16 and 32 use a block-diagonal matrix. Its columns are permuted so that the 
 in a thread are runs of neighbours (gpu_pieces.py): no value has to change its thread before it is stored.
 
 NVFP4 codes of a dense matrix are made with two of its three pieces. Where that leaves a scale byte in doubt, in one
-group of ten thousand, its amax is summed again from the matrix itself (ptx.exact_amax).
+group of twenty thousand, its amax is summed again from the matrix itself (ptx.exact_amax).
 
 Few values are spread over as many programs as there can be: each has one tile and some of its columns, threads copy
 (a TMA descriptor would have to be fetched first), and the launch overlaps the end of the kernel before it. Where those
