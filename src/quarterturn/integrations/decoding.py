@@ -28,7 +28,7 @@ from .models import cache_argument, is_encoder_decoder
 WARM_UP = 3
 """Steps before a capture: what is compiled or allocated at a first call must not be in the graph."""
 
-RUN_ON: tuple[tuple[int, int], ...] = ()
+RUN_ON: tuple[tuple[int, int], ...] = ((9, 0),)
 """Capabilities of GPUs on which the tests of captured steps were run; on others `generate` does without them."""
 
 _ROUND = 16

@@ -1,0 +1,5 @@
+"""Runs the command as `python -m quarterturn`."""
+
+from .cli import main
+
+main()
