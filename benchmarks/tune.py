@@ -68,7 +68,7 @@ def many_grid(m: int, n: int, k: int, count: int) -> list[gpu_matmul_many.Cut]:
     made = [first]
     for tokens in (32, 64, 128, 256):
         for programs in (1, 2) if tokens <= 128 else (1,):
-            for depth, stages in ((1, 4), (1, 6), (2, 3), (2, 4)):
+            for depth, stages in ((1, 4), (1, 8), (2, 2), (2, 4)):  # a ring of 4 or 8 blocks
                 for natural in (False, True):
                     cut = first._replace(tokens=tokens, programs=programs, depth=depth, stages=stages, natural=natural)
                     ring = 128 * tokens * depth * stages

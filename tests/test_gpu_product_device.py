@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from quarterturn import ops, random_hadamard
-from quarterturn.formats import FORMATS
+from quarterturn.formats import FORMATS, MXFP4
 from quarterturn.linear import FP4Linear
 from test_gpu_product import weight_of
 
@@ -34,8 +34,9 @@ def expected(layer: FP4Linear, x: Tensor) -> Tensor:
     side = () if first is None else (layer.input_matrix, first.factor, first.transpose)
     if layer.activations == "fp4":
         values, scale = ops.rotate_quantize_dequantize(
-            x, *side, format=layer.format, encode_scale=layer.input_encode_scale, backend="gpu_triton"
-        )
+            x, *side, format=layer.format, encode_scale=layer.input_encode_scale, backend="gpu_triton",
+            out_dtype=FP32 if layer.format == MXFP4 else None,
+        )  # fmt: skip
     elif side:
         values = ops.rotate(x, *side, backend="gpu_triton")
     y = values.double() @ layer.weight_tensor().dequantize().double().T * scale.double()

@@ -152,6 +152,7 @@ class Config(NamedTuple):
         from ..kernels import matmul_many as kernels
 
         rows, tokens, stages, depth, split, together, natural, _ = self.cut
+        assert stages * depth in (4, 8), "the ring would be read where nothing was written"
         asm, constraints = kernels.decode_asm(self.format, self.dtype == torch.float16)
         return {
             "ROWS": rows, "TOKENS": tokens, "STAGES": stages, "DEPTH": depth, "SPLIT": split, "TOGETHER": together,
