@@ -63,8 +63,8 @@ def few_grid(m: int, n: int, k: int, count: int, capability: tuple[int, int]) ->
 
 
 def many_grid(m: int, n: int, k: int, count: int) -> list[gpu_matmul_many.Cut]:
-    """The formula's cut, and others with its parts of K; none whose programs wait for each other."""
-    first = gpu_matmul_many.cut(m, n, k, count, False, together=False)
+    """The formula's cut, and others with its parts of K."""
+    first = gpu_matmul_many.cut(m, n, k, count, False)
     made = [first]
     for tokens in (32, 64, 128, 256):
         for programs in (1, 2) if tokens <= 128 else (1,):

@@ -18,6 +18,7 @@ import importlib
 import re
 import subprocess
 import tempfile
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -146,8 +147,8 @@ class Compiled:
 
         A branch with a predicate may be taken or not; one without is taken. A call is one instruction.
         """
-        place = {instruction.address: index for index, instruction in enumerate(self.sass)}
-        start, end = place[loop[0].address], place[loop[-1].address]
+        place = [instruction.address for instruction in self.sass]
+        start, end = place.index(loop[0].address), place.index(loop[-1].address)
         came_from, reached = {start: start}, [start]
         for index in reached:  # breadth first: `reached` grows while it is walked
             for following in self._following(index, place):
@@ -159,14 +160,15 @@ class Compiled:
             way.append(came_from[way[-1]])
         return [self.sass[index] for index in reversed(way)]
 
-    def _following(self, index: int, place: dict[int, int]) -> list[int]:
+    def _following(self, index: int, place: list[int]) -> list[int]:
         instruction, behind = self.sass[index], [index + 1] if index + 1 < len(self.sass) else []
         if instruction.name in ("EXIT", "RET"):
             return behind if instruction.predicate else []
         target = re.match(r"(!?U?P\d, )?0x([0-9a-f]+)", instruction.operands) if instruction.name == "BRA" else None
         if target is None:
             return behind
-        return [place[int(target[2], 16)], *(behind if instruction.predicate or target[1] else [])]
+        # A branch may go to a NOP, which is left out: what follows is the next one.
+        return [bisect_left(place, int(target[2], 16)), *(behind if instruction.predicate or target[1] else [])]
 
     def summary(self, most: int = 24) -> str:
         """A few lines for a person."""

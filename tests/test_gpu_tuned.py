@@ -63,8 +63,7 @@ def test_a_shipped_table_is_whole_and_gives_the_formulas_bits(path: Path) -> Non
             assert (cut.num_warps, cut.split, cut.chunks) == (formula.num_warps, formula.split, formula.chunks)
             assert gpu_matmul.room(cut) * 256 >= k
         else:
-            assert not cut.together
-            assert cut.split == gpu_matmul_many.cut(tokens, n, k, H200[0], False, together=False).split
+            assert cut.split == gpu_matmul_many.cut(tokens, n, k, H200[0], False).split
 
 
 def test_there_is_a_table_to_check() -> None:
@@ -87,7 +86,7 @@ def test_a_device_without_a_table_has_no_cuts(tables: Path) -> None:
 
 def test_what_is_written_is_found(tables: Path) -> None:
     few = gpu_matmul.Cut(8, 1, 2, 3, 2, 1, False)
-    many = gpu_matmul_many.Cut(128, 64, 3, 2, 4, False, False, 2)
+    many = gpu_matmul_many.Cut(128, 64, 2, 2, 4, False, 2)
     tune.write(NAME, "few", entry(few._replace(slots=1), 8, 96, 64), {"date": "2026-01-01"})
     tune.write(NAME, "few", entry(few, 8, 96, 64), {"date": "2026-01-02"})
     assert gpu_tuned.few_cut(GPU, 5, 96, 64) == few
@@ -112,7 +111,7 @@ def test_the_table_of_another_device_is_not_taken(tables: Path) -> None:
 @pytest.mark.parametrize("m", [5, 60])
 def test_the_product_takes_the_tables_cut_before_the_formulas(m: int, monkeypatch: pytest.MonkeyPatch) -> None:
     few = gpu_matmul.Cut(8, 1, 2, 3, 2, 1, False)
-    many = gpu_matmul_many.Cut(128, 64, 3, 2, 1, False, False, 2)
+    many = gpu_matmul_many.Cut(128, 64, 2, 2, 1, False, 2)
     taken: list[Any] = []
     asked: list[tuple[int, int, int]] = []
     there = [True]
@@ -133,8 +132,7 @@ def test_the_product_takes_the_tables_cut_before_the_formulas(m: int, monkeypatc
         gpu_triton.matmul(torch.zeros(m, 64, dtype=torch.bfloat16), None, None,
                           Weight(data, None, weight.tensor_scale, (96,), NVFP4), None, torch.bfloat16)  # fmt: skip
         there.clear()
-    formula = None if m <= 16 else gpu_matmul_many.cut(m, 96, 64, 132, False, together=False)
-    assert taken == [few if m <= 16 else many, formula]
+    assert taken == [few if m <= 16 else many, None]
     assert asked == [(m, 96, 64)] * 2
 
 
@@ -160,11 +158,10 @@ def test_the_grid_for_few_tokens_keeps_the_order_of_sums(n: int, k: int, capabil
 @pytest.mark.parametrize("m", [32, 64, 256, 4096])
 def test_the_grid_for_many_tokens_keeps_the_parts(n: int, k: int, m: int) -> None:
     cuts = tune.many_grid(m, n, k, 132)
-    assert cuts[0] == gpu_matmul_many.cut(m, n, k, 132, False, together=False)
+    assert cuts[0] == gpu_matmul_many.cut(m, n, k, 132, False)
     assert 4 < len(cuts) == len(set(cuts)) <= 64
     for cut in cuts:
         assert cut.split == cuts[0].split
-        assert not cut.together
         assert tune.has_room(cut, m, n, 132)
         tiles = -(-n // cut.rows) * -(-m // cut.tokens)
         parts, counts = 2 * 132 * 128 * 128, 2 * 2 * 132  # as gpu_matmul_many.workspace makes them

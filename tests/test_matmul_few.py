@@ -25,7 +25,7 @@ def config_of(n: int, k: int, m: int, capability: int, dtype: torch.dtype = BF16
     count, found = MULTIPROCESSORS[capability], divmod(capability, 10)
     cut = cut_of(n, k, m, count, found)
     _, _, most = gpu_matmul.shares(-(-n // 16), cut, count)
-    tiles = gpu_matmul.power_of_two(most) if cut.cluster else 0
+    tiles = gpu_matmul.owned(most, cut) if cut.cluster else 0
     whole = -(-k // 64) == 4 * gpu_matmul.room(cut)
     return Config(torch.device("cuda"), cut, form, dtype, BF16, 1 if m <= 8 else 2, tiles, whole, 2, 2, found >= (9, 0))
 

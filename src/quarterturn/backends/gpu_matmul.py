@@ -30,8 +30,8 @@ class Cut(NamedTuple):
 
 
 class Config(NamedTuple):
-    """What the kernel is compiled for. tiles: at most, of a program in a cluster, or 0; w_scales, x_scales: 0, 1 or 2,
-    for none, one number, one a row."""
+    """What the kernel is compiled for. tiles: that a program in a cluster owns at most, or 0; w_scales, x_scales: 0, 1
+    or 2, for none, one number, one a row."""
 
     device: torch.device
     cut: Cut
@@ -75,7 +75,7 @@ def few(
     programs, each, most = shares(tiles, cut, count)
     config = Config(
         x.device, cut, weight.format.name, x.dtype, None if bias is None else bias.dtype, tokens8_of(m),
-        power_of_two(most) if cut.cluster else 0, blocks == SCALE_BLOCKS * room(cut), _kind(w_scale), _kind(x_scale),
+        owned(most, cut) if cut.cluster else 0, blocks == SCALE_BLOCKS * room(cut), _kind(w_scale), _kind(x_scale),
         after,
     )  # fmt: skip
     with gpu_launch.on_device(x.device):
@@ -101,9 +101,11 @@ def cut_of(n: int, k: int, m: int, count: int, capability: tuple[int, int]) -> C
             cut = Cut(8, 1, 2, 2, 4, 1, False) if tiles <= 6 * count else Cut(8, 1, 2, 4, 8, 1, False)
         else:
             cut = Cut(8 if chunks > 4 else 4, 1, 1, 3, 4, 2, False)
-    elif chunks > 8:
+    elif chunks > 16:
         split = -(-chunks // 16)
-        cut = Cut(16, split, 1, 2, 2, 1, hopper and split == 2)
+        cut = Cut(16, split, 1, 2, 4, 1, hopper and split == 2)
+    elif chunks > 8:
+        cut = Cut(8, 2, 1, 2, 2, 2 if tiles > 6 * count else 1, True) if hopper else Cut(16, 1, 1, 2, 2, 1, False)
     else:
         cut = Cut(8 if chunks > 4 else 4, 1, 1, 2, 2, 2, False)
     return _fitting(cut, n, m, count, _SHARED.get(capability, _SHARED_ELSEWHERE))
@@ -136,13 +138,19 @@ def shared_bytes(cut: Cut, n: int, m: int, count: int) -> int:
     if not cut.cluster:
         return sums + stages
     _, _, most = shares(-(-n // ROWS), cut, count)
-    return sums + stages + 512 * cut.split * power_of_two(most) * tokens8
+    return sums + stages + 512 * cut.split * owned(most, cut) * tokens8
 
 
 def shares(tiles: int, cut: Cut, count: int) -> tuple[int, int, int]:
     """Programs that tiles are shared out to (each with `split` parts of K), the fewest and the most tiles of one."""
     programs = min(max(count * cut.programs // cut.split, 1), tiles)
     return programs, tiles // programs, -(-tiles // programs)
+
+
+def owned(most: int, cut: Cut) -> int:
+    """Tiles of at most `most` that one of a cluster's programs adds; rounded up, so that few kernels are compiled."""
+    each = -(-most // cut.split)
+    return each if each <= 4 else -(-each // 4) * 4
 
 
 def room(cut: Cut) -> int:

@@ -21,26 +21,21 @@ from .gpu_launch import _Described, capability, multiprocessors
 
 
 class Cut(NamedTuple):
-    """rows and tokens of a tile; stages of `depth` blocks of 64 of x in shared memory; programs a tile is split into
-    along K, and whether they wait for each other; whether weights meet x in its natural order; programs a
-    multiprocessor."""
+    """rows and tokens of a tile; stages of `depth` blocks of 64 of x in shared memory; programs, a cluster, that a tile
+    is split into along K; whether weights meet x in its natural order; programs a multiprocessor."""
 
     rows: int
     tokens: int
     stages: int
     depth: int
     split: int
-    together: bool
     natural: bool
     programs: int
 
 
 @lru_cache(maxsize=4096)
-def cut(m: int, n: int, k: int, multiprocessors: int, ordered: bool, together: bool = True) -> Cut:
-    """The fastest by an estimate from times measured on an H200. ordered: x comes in the order of fragments.
-
-    together: the programs of a tile may wait for each other, since no other split product runs at the same time.
-    """
+def cut(m: int, n: int, k: int, multiprocessors: int, ordered: bool) -> Cut:
+    """The fastest by an estimate from times measured on an H200. ordered: x comes in the order of fragments."""
     options = []
     for tile in [_TILES[32]] if m <= 32 else [_TILES[64]] if m <= 64 else [_TILES[128], _TILES[256]]:
         count, room = -(-n // _ROWS) * -(-m // tile.tokens), tile.programs * multiprocessors
@@ -48,12 +43,12 @@ def cut(m: int, n: int, k: int, multiprocessors: int, ordered: bool, together: b
             chunks = ceil(ceil(k / 256) / split)
             if split == 1 or (count * split <= room and chunks >= 2):
                 waves = -(-count * split // room)
-                adding = 0 if split == 1 else 2 + tile.tokens / 64 + (0 if together else split / 4)
+                adding = 0 if split == 1 else 2 + tile.tokens / 64
                 options.append((waves * (4 * chunks * tile.block_us + 2) + adding, split, tile))
     _, split, tile = min(options)
     # Ordering x moves 4 bytes a value of x; in its natural order the product takes some 4 to 6% longer.
     natural = not ordered and tile.tokens == 256 and n < _NATURAL_BELOW
-    return Cut(_ROWS, tile.tokens, 4, tile.depth, split, together, natural, tile.programs)
+    return Cut(_ROWS, tile.tokens, 4, tile.depth, split, natural, tile.programs)
 
 
 class _Tile(NamedTuple):
@@ -67,12 +62,12 @@ class _Tile(NamedTuple):
 
 _TILES = {
     32: _Tile(32, 2, 2, 0.34),
-    64: _Tile(64, 2, 2, 0.40),
+    64: _Tile(64, 1, 2, 0.40),
     128: _Tile(128, 2, 1, 0.35),
     256: _Tile(256, 1, 1, 0.67),
 }
 _ROWS = 128
-_SPLITS = (1, 2, 3, 4, 5, 6, 8)
+_SPLITS = (1, 2, 4, 8)  # a cluster is one of at most 8 everywhere
 _NATURAL_BELOW = 9000
 _WARPS = 8
 _GROUP = 16  # token tiles that share weights in L2
@@ -112,8 +107,7 @@ def many(
     """x (M, K) @ weight^T (N, K) -> (M, N) of x's dtype, M at least 1. Hopper alone; x is on the current device.
 
     alpha: fp32 (N). x_scale: fp32 (1) or (M). bias: fp32 (N). ordered: x is (M, K up to 64) as `order` gives it.
-    space: of this stream; no other product may use it, nor, unless `chosen` says that programs do not wait for each
-    other, may another product of this kind run at the same time on another stream.
+    space: of this stream; no other product may use it.
     """
     m, n, k = x.shape[0], weight.n, weight.k
     if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:
@@ -128,7 +122,7 @@ def many(
     y = x.new_empty(m, n) if out is None else out
     row_tiles, token_tiles = -(-n // how.rows), -(-m // how.tokens)
     launcher(config)(
-        row_tiles * token_tiles * how.split, x, weight.codes, weight.scales, y, alpha, x_scale,
+        row_tiles * token_tiles, x, weight.codes, weight.scales, y, alpha, x_scale,
         alpha if bias is None else bias, space.parts, space.counts, m, n, row_tiles, token_tiles,
         weight.scales.shape[1], blocks, tiles16,
     )  # fmt: skip
@@ -151,11 +145,11 @@ class Config(NamedTuple):
         """The constexpr arguments of the kernel."""
         from ..kernels import matmul_many as kernels
 
-        rows, tokens, stages, depth, split, together, natural, _ = self.cut
+        rows, tokens, stages, depth, split, natural, _ = self.cut
         assert stages * depth in (4, 8), "the ring would be read where nothing was written"
         asm, constraints = kernels.decode_asm(self.format, self.dtype == torch.float16)
         return {
-            "ROWS": rows, "TOKENS": tokens, "STAGES": stages, "DEPTH": depth, "SPLIT": split, "TOGETHER": together,
+            "ROWS": rows, "TOKENS": tokens, "STAGES": stages, "DEPTH": depth, "SPLIT": split,
             "GROUP": _GROUP, "NATURAL": natural, "EVEN": self.even, "HAS_BIAS": self.bias, "X_BY_ROW": self.by_row,
             "TMA_OUT": self.by_tma, "LANES": 16 if self.format == MXFP4 else 32,
             "CODES": kernels.fragment_layout(rows, 4, _WARPS), "SCALES": kernels.fragment_layout(rows, 2, _WARPS),
@@ -188,16 +182,19 @@ def launcher(config: Config) -> Callable[..., None]:
         launch_pdl=True, grid=(1,),
     )  # fmt: skip
     compiled._init_handles()
-    index, run, function, metadata = config.device.index, compiled.run, compiled.function, compiled.packed_metadata
+    index, run, function = config.device.index, compiled.run, compiled.function
+    num_warps, _, shared = compiled.packed_metadata
+    # The kernel is one of a single program; launched as clusters of `split`, whose size the launcher takes from here.
+    metadata = (num_warps, how.split, shared)
     constexprs = [constants[name] for name in kernel.arg_names if name in constants]
     stream_of, by_tma = driver.active.get_current_stream, config.by_tma
     unused = _Described(like, [1024, 1024], [1024, 1])
 
-    def start(programs: int, x: Tensor, codes: Tensor, scales: Tensor, y: Tensor, *rest: Any) -> None:
+    def start(clusters: int, x: Tensor, codes: Tensor, scales: Tensor, y: Tensor, *rest: Any) -> None:
         m, width = x.shape
         n = y.shape[1]
         run(
-            programs, 1, 1, stream_of(index), function, metadata, None, None, None,
+            clusters, 1, 1, stream_of(index), function, metadata, None, None, None,
             _Described(x, [m, width], [x.stride(0), 1]), _Described(y, [m, n], [n, 1]) if by_tma else unused,
             codes, scales, y, *rest, *constexprs,
         )  # fmt: skip

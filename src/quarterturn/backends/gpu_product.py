@@ -23,7 +23,7 @@ from .. import weight_layout
 from ..tensor import FP4Tensor, per_output
 from . import any_torch, gpu_launch
 from .gpu_matmul import MOST_TOKENS, few
-from .gpu_matmul_many import Workspace, by_library, cut, many, workspace
+from .gpu_matmul_many import Workspace, by_library, many, workspace
 from .gpu_tuned import few_cut, many_cut
 from .protocol import Weight
 
@@ -73,9 +73,7 @@ def matmul(
         scale = gpu_launch._constant(1.0, x.device) if x_tensor_scale is None else x_tensor_scale.view(-1)
         bias = None if bias is None else bias.float()
         if out_dtype == x.dtype and _hopper(x):
-            # Programs that wait for each other may wait for ever beside another product on another stream.
             chosen = many_cut(x.device, m, n, k)
-            chosen = chosen or cut(m, n, k, gpu_launch.multiprocessors(x.device), False, together=False)
             return many(x, fragments, alpha, scale, bias, _space(x.device), out, chosen=chosen)
         return by_library(x, fragments, alpha, scale, bias, out)
 

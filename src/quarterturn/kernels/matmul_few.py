@@ -5,9 +5,9 @@
                  memory that each lane has for itself, STAGES steps ahead, so that no warp waits for another
     program      parts of K beside each other; the warps' sums of SLOTS tiles wait in shared memory and are then added
                  in the order of K
-    launch       SPLIT programs share a range of rows, each with its own parts of K. As a cluster they write their sums
-                 into the shared memory of its first program, which adds them in the order of K; otherwise sums go
-                 through `partial`, and the program that comes last adds them
+    launch       SPLIT programs share a range of rows, each with its own parts of K. As a cluster they own every
+                 SPLIT-th tile each, write their sums into the shared memory of its owner, and each adds those of its
+                 own in the order of K; otherwise sums go through `partial`, and the program that comes last adds them
 
 | x        | (M, K) bf16 or fp16, rows contiguous, 16-byte aligned; M <= 8 TOKENS8                                  |
 | w        | weight_layout.Fragments; fp16 x: NVFP4 alone                                                           |
@@ -78,11 +78,12 @@ def _step(words, scale, x, sums, BLOCK: gl.constexpr, TOKENS8: gl.constexpr, STE
 
 
 @gluon.jit
-def _outputs(tile, end, m, n, PARTS: gl.constexpr, TOKENS8: gl.constexpr, L: gl.constexpr):
-    """Of sums (PARTS, 128), fragments of tiles from `tile` on: the row of w, the token, and whether there is one."""
+def _outputs(tile, end, m, n, EVERY: gl.constexpr, PARTS: gl.constexpr, TOKENS8: gl.constexpr, L: gl.constexpr):
+    """Of sums (PARTS, 128), fragments of every EVERY-th tile from `tile` on: the row of w, the token, and whether there
+    is one."""
     sub = gl.arange(0, PARTS, gl.SliceLayout(1, L))[:, None]
     i = gl.arange(0, 128, gl.SliceLayout(0, L))[None, :]
-    here = tile + sub // TOKENS8
+    here = tile + sub // TOKENS8 * EVERY
     row = here * 16 + i // 16 + i % 4 // 2 * 8
     token = sub % TOKENS8 * 8 + i // 4 % 4 * 2 + i % 2
     return row, token, (here < end) & (row < n) & (token < m)
@@ -125,7 +126,7 @@ def _add_warps(
     ACROSS: gl.constexpr = gl.BlockedLayout([1, num_warps, 1], [1, 1, 32], [num_warps // 4, 1, 4], [2, 1, 0])
     L: gl.constexpr = gl.SliceLayout(1, ACROSS)
     by_warp = shared._reinterpret(gl.float32, [PARTS, num_warps, 128], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
-    row, token, inside = _outputs(begin, last, m, n, PARTS, TOKENS8, L)
+    row, token, inside = _outputs(begin, last, m, n, 1, PARTS, TOKENS8, L)
     if SPLIT == 1:
         scale, bias = _factors(row, token, inside, w_scale_ptr, x_scale_ptr, bias_ptr, W_SCALES, X_SCALES, BIAS)
     gl.thread_barrier()
@@ -138,8 +139,9 @@ def _add_warps(
         column = gl.arange(0, 128, gl.SliceLayout(0, L))[None, :]
         there = begin + sub // TOKENS8 < last
         if CLUSTER:
-            to = ((part * CLUSTER + begin - first) * TOKENS8 + sub) * 512 + column * 4
-            _run([total, TOTAL_AT + to, there.to(gl.int32)], TOTALS, 0, _FLOAT)
+            local = begin - first + sub // TOKENS8
+            to = ((part * CLUSTER + local // SPLIT) * TOKENS8 + sub % TOKENS8) * 512 + column * 4
+            _run([total, TOTAL_AT + to, local % SPLIT, there.to(gl.int32)], TOTALS, 0, _FLOAT)
         else:
             to = ((part * tiles + begin) * TOKENS8 + sub) * 128 + column
             gl.store(partial_ptr + to, total, mask=there)
@@ -147,25 +149,28 @@ def _add_warps(
 
 @gluon.jit
 def _add_parts(
-    start, end, tiles, w_scale_ptr, x_scale_ptr, bias_ptr, out_ptr, partial_ptr, m, n, factor, TOKENS8: gl.constexpr,
-    SPLIT: gl.constexpr, W_SCALES: gl.constexpr, X_SCALES: gl.constexpr, BIAS: gl.constexpr, CLUSTER: gl.constexpr,
-    TOTAL_AT: gl.constexpr, TOTALS: gl.constexpr, num_warps: gl.constexpr,
+    start, end, part, tiles, w_scale_ptr, x_scale_ptr, bias_ptr, out_ptr, partial_ptr, m, n, factor,
+    TOKENS8: gl.constexpr, SPLIT: gl.constexpr, W_SCALES: gl.constexpr, X_SCALES: gl.constexpr, BIAS: gl.constexpr,
+    CLUSTER: gl.constexpr, TOTAL_AT: gl.constexpr, TOTALS: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """The sums of all parts of K for a range of tiles, added and written."""
+    """The sums of all parts of K, added and written, for a range of tiles, or, of a cluster, for those of this part."""
     AT_ONCE: gl.constexpr = num_warps // 2
+    EVERY: gl.constexpr = SPLIT if CLUSTER else 1
     L: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [num_warps // 2, 2], [1, 0])
     sub = gl.arange(0, AT_ONCE, gl.SliceLayout(1, L))[:, None]
     column = gl.arange(0, 128, gl.SliceLayout(0, L))[None, :]
-    for tile in range(start, end, AT_ONCE // TOKENS8):
-        row, token, inside = _outputs(tile, end, m, n, AT_ONCE, TOKENS8, L)
+    if CLUSTER:
+        start += part
+    for tile in range(start, end, AT_ONCE // TOKENS8 * EVERY):
+        row, token, inside = _outputs(tile, end, m, n, EVERY, AT_ONCE, TOKENS8, L)
         scale, bias = _factors(row, token, inside, w_scale_ptr, x_scale_ptr, bias_ptr, W_SCALES, X_SCALES, BIAS)
         total = gl.zeros([AT_ONCE, 128], gl.float32, L)
         for s in gl.static_range(SPLIT):
             if CLUSTER:
                 # For tiles that there are not the last place is read, and not used.
-                here = gl.minimum(tile - start + sub // TOKENS8, CLUSTER - 1)
+                here = gl.minimum((tile - start) // SPLIT + sub // TOKENS8, CLUSTER - 1)
                 to = ((s * CLUSTER + here) * TOKENS8 + sub % TOKENS8) * 512 + column * 4
-                total += _run([total, TOTAL_AT + to, to], TOTALS, 1, _FLOAT)[0]
+                total += _run([total, TOTAL_AT + to, to, to], TOTALS, 1, _FLOAT)[0]
             else:
                 to = ((s * tiles + tile) * TOKENS8 + sub) * 128 + column
                 total += gl.load(partial_ptr + to, mask=inside, other=0.0, cache_modifier=".cg")
@@ -195,7 +200,7 @@ def matmul_few(
 
     W_SCALES, X_SCALES: 0 for none, 1 for one number, 2 for one a row of w or of x. factor: 2^exponent. AFTER: launched
     while the kernel before it still runs; only weights are read until that has ended. CLUSTER: the SPLIT programs are
-    one, with at most so many tiles; 0: they are not.
+    one, and each owns at most so many tiles; 0: they are not.
     """
     pid = gl.program_id(0)
     part = pid % SPLIT
@@ -284,14 +289,14 @@ def matmul_few(
         if CLUSTER:
             _do(thread, "barrier.cluster.arrive.release.aligned;")
             _do(thread, "barrier.cluster.wait.acquire.aligned;")
-            adds = part == 0
+            adds = True
         else:
             gl.thread_barrier()
             adds = gl.atomic_add(count_ptr + program, 1, sem="acq_rel", scope="gpu") == SPLIT - 1
         if adds:
             _add_parts(
-                start, end, tiles, w_scale_ptr, x_scale_ptr, bias_ptr, out_ptr, partial_ptr, m, n, factor, TOKENS8,
-                SPLIT, W_SCALES, X_SCALES, BIAS, CLUSTER, TOTAL_AT, TOTALS, num_warps,
+                start, end, part, tiles, w_scale_ptr, x_scale_ptr, bias_ptr, out_ptr, partial_ptr, m, n, factor,
+                TOKENS8, SPLIT, W_SCALES, X_SCALES, BIAS, CLUSTER, TOTAL_AT, TOTALS, num_warps,
             )  # fmt: skip
             if not CLUSTER:
                 gl.store(count_ptr + program, 0)

@@ -69,14 +69,14 @@ def x_asm() -> tuple[str, str]:
 
 
 def totals_asm() -> tuple[str, ...]:
-    """(value, byte, there) writes a sum into the shared memory of the cluster's first program; (value, byte, -) reads
-    one there."""
+    """(value, byte, rank, there) writes a sum into the shared memory of a program of the cluster; (value, byte, -, -)
+    reads one of this program's."""
     at = [".reg .b32 at;", "mov.u32 at, global_smem;", "add.u32 at, at, $2;"]
     write = [
-        ".reg .pred p;", "setp.ne.s32 p, $3, 0;", "mapa.shared::cluster.u32 at, at, 0;",
+        ".reg .pred p;", "setp.ne.s32 p, $4, 0;", "mapa.shared::cluster.u32 at, at, $3;",
         "@p st.shared::cluster.f32 [at], $1;", "mov.f32 $0, $1;",
     ]  # fmt: skip
-    return _text([*at, *write]), _text([*at, "ld.shared.f32 $0, [at];"]), "=f,f,r,r"
+    return _text([*at, *write]), _text([*at, "ld.shared.f32 $0, [at];"]), "=f,f,r,r,r"
 
 
 def step_asm(block: int, tokens8: int, fmt: FP4Format, half: bool) -> tuple[str, str]:

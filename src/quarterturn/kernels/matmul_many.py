@@ -6,10 +6,9 @@ A program makes a tile of y^T, ROWS of w by TOKENS of x, over all of K or one of
     the other warps  load fragments of w a chunk of 256 values ahead of their use, decode a block of 64 while wgmma
                      multiplies the block before it, and finish: y = acc * (alpha * x_scale) + bias, one rounding
 
-With SPLIT > 1 the partial sums go to memory, where they are added in the order of K, so that the same input gives the
-same bits, run after run. TOGETHER: each program of a tile waits until all have left theirs and adds its share of the
-tile, which needs all programs of the launch on the GPU at once: no more of them than fit, and no other such launch
-beside it on another stream. Otherwise the last program to come adds the whole tile, and nobody waits.
+With SPLIT > 1 the programs of a tile are launched as a cluster, so that all of them run at once whatever else the GPU
+does. Their partial sums go to memory; each waits until all have left theirs and adds its share of the tile in the order
+of K, so that the same input gives the same bits, run after run.
 
 The order of K inside a block of 64 is that of weight_layout.py: x comes in it ("ordered", kernels/order_tokens.py), or
 NATURAL and the decoded weights change lanes to meet it.
@@ -39,7 +38,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..formats import FP4Format
 from . import fp4_decode
-from .matmul_sums import add, comes_last, finish, leave, meet
+from .matmul_sums import add, finish, leave, meet
 
 
 def decode_asm(fmt: FP4Format, half: bool) -> tuple[str, str]:
@@ -136,9 +135,8 @@ def _place(row_tiles, token_tiles, chunks, SPLIT: gl.constexpr, GROUP: gl.conste
 
     Tokens go fastest, in groups of GROUP tiles: programs that run together read the same weights, and x stays in L2.
     """
-    tiles = row_tiles * token_tiles
-    part = gl.program_id(0) // tiles
-    tile = gl.program_id(0) - part * tiles
+    part = gl.program_id(0) % SPLIT
+    tile = gl.program_id(0) // SPLIT
     group = tile // (GROUP * row_tiles)
     inside = tile - group * (GROUP * row_tiles)
     across = gl.minimum(token_tiles - group * GROUP, GROUP)
@@ -182,10 +180,9 @@ def _copy_x(
 def _multiply(
     y_desc, codes_ptr, scales_ptr, y_ptr, alpha_ptr, x_scale_ptr, bias_ptr, parts_ptr, counts_ptr, x_tiles, y_tile,
     full, empty, m, n, row_tiles, token_tiles, chunks, blocks, tiles16, ROWS: gl.constexpr, TOKENS: gl.constexpr,
-    STAGES: gl.constexpr, DEPTH: gl.constexpr, SPLIT: gl.constexpr, TOGETHER: gl.constexpr, GROUP: gl.constexpr,
-    NATURAL: gl.constexpr, EVEN: gl.constexpr, HAS_BIAS: gl.constexpr, X_BY_ROW: gl.constexpr, TMA_OUT: gl.constexpr,
-    LANES: gl.constexpr, CODES: gl.constexpr, SCALES: gl.constexpr, PAIRS: gl.constexpr, ASM: gl.constexpr,
-    CONSTRAINTS: gl.constexpr,
+    STAGES: gl.constexpr, DEPTH: gl.constexpr, SPLIT: gl.constexpr, GROUP: gl.constexpr, NATURAL: gl.constexpr,
+    EVEN: gl.constexpr, HAS_BIAS: gl.constexpr, X_BY_ROW: gl.constexpr, TMA_OUT: gl.constexpr, LANES: gl.constexpr,
+    CODES: gl.constexpr, SCALES: gl.constexpr, PAIRS: gl.constexpr, ASM: gl.constexpr, CONSTRAINTS: gl.constexpr,
 ):  # fmt: skip
     """The warps that decode and multiply."""
     dtype: gl.constexpr = x_tiles.dtype
@@ -254,30 +251,22 @@ def _multiply(
         )  # fmt: skip
     else:
         leave(acc, parts_ptr + (tile * SPLIT + part).to(gl.int64) * (ROWS * TOKENS))
-        if TOGETHER:
-            meet(counts_ptr + tile * 2, SPLIT)
-            add(
-                y_ptr, alpha_ptr, x_scale_ptr, bias_ptr, parts_ptr + tile.to(gl.int64) * (SPLIT * ROWS * TOKENS), m, n,
-                row * ROWS, token * TOKENS, part, ROWS, TOKENS, SPLIT, HAS_BIAS, X_BY_ROW,
-            )  # fmt: skip
-        elif comes_last(counts_ptr + tile * 2, SPLIT):
-            for share in range(SPLIT):
-                add(
-                    y_ptr, alpha_ptr, x_scale_ptr, bias_ptr, parts_ptr + tile.to(gl.int64) * (SPLIT * ROWS * TOKENS), m,
-                    n, row * ROWS, token * TOKENS, share, ROWS, TOKENS, SPLIT, HAS_BIAS, X_BY_ROW,
-                )  # fmt: skip
+        meet(counts_ptr + tile * 2, SPLIT)
+        add(
+            y_ptr, alpha_ptr, x_scale_ptr, bias_ptr, parts_ptr + tile.to(gl.int64) * (SPLIT * ROWS * TOKENS), m, n,
+            row * ROWS, token * TOKENS, part, ROWS, TOKENS, SPLIT, HAS_BIAS, X_BY_ROW,
+        )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=["m", "n", "row_tiles", "token_tiles", "chunks", "blocks", "tiles16"])
 def matmul_many(
     x_desc, y_desc, codes_ptr, scales_ptr, y_ptr, alpha_ptr, x_scale_ptr, bias_ptr, parts_ptr, counts_ptr, m, n,
     row_tiles, token_tiles, chunks, blocks, tiles16, ROWS: gl.constexpr, TOKENS: gl.constexpr, STAGES: gl.constexpr,
-    DEPTH: gl.constexpr, SPLIT: gl.constexpr, TOGETHER: gl.constexpr, GROUP: gl.constexpr, NATURAL: gl.constexpr,
-    EVEN: gl.constexpr, HAS_BIAS: gl.constexpr, X_BY_ROW: gl.constexpr, TMA_OUT: gl.constexpr, LANES: gl.constexpr,
-    CODES: gl.constexpr, SCALES: gl.constexpr, PAIRS: gl.constexpr, ASM: gl.constexpr, CONSTRAINTS: gl.constexpr,
-    num_warps: gl.constexpr,
+    DEPTH: gl.constexpr, SPLIT: gl.constexpr, GROUP: gl.constexpr, NATURAL: gl.constexpr, EVEN: gl.constexpr,
+    HAS_BIAS: gl.constexpr, X_BY_ROW: gl.constexpr, TMA_OUT: gl.constexpr, LANES: gl.constexpr, CODES: gl.constexpr,
+    SCALES: gl.constexpr, PAIRS: gl.constexpr, ASM: gl.constexpr, CONSTRAINTS: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """row_tiles * token_tiles * SPLIT programs of num_warps warps and one more.
+    """row_tiles * token_tiles clusters of SPLIT programs of num_warps warps and one more.
 
     chunks: of 256 values of K; blocks, tiles16: of 64 values and of 16 rows that codes has. STAGES * DEPTH is 4 or 8.
     EVEN: blocks is a multiple of 4. LANES: of the scales, 32 (NVFP4) or 16 (MXFP4).
@@ -301,8 +290,8 @@ def matmul_many(
                 (
                     y_desc, codes_ptr, scales_ptr, y_ptr, alpha_ptr, x_scale_ptr, bias_ptr, parts_ptr, counts_ptr,
                     x_tiles, y_tile, full, empty, m, n, row_tiles, token_tiles, chunks, blocks, tiles16, ROWS, TOKENS,
-                    STAGES, DEPTH, SPLIT, TOGETHER, GROUP, NATURAL, EVEN, HAS_BIAS, X_BY_ROW, TMA_OUT, LANES, CODES,
-                    SCALES, PAIRS, ASM, CONSTRAINTS,
+                    STAGES, DEPTH, SPLIT, GROUP, NATURAL, EVEN, HAS_BIAS, X_BY_ROW, TMA_OUT, LANES, CODES, SCALES,
+                    PAIRS, ASM, CONSTRAINTS,
                 ),
             ),
             (

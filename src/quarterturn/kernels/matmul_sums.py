@@ -71,16 +71,6 @@ def meet(counts, SPLIT: gl.constexpr):
 
 
 @gluon.jit
-def comes_last(counts, SPLIT: gl.constexpr):
-    """Whether all other programs of a tile have come here before; what each stored before can then be read."""
-    gl.thread_barrier()
-    last = gl.atomic_add(counts, 1, sem="acq_rel", scope="gpu") == SPLIT - 1
-    if last:
-        gl.atomic_xchg(counts, 0, sem="relaxed", scope="gpu")
-    return last
-
-
-@gluon.jit
 def add(
     y_ptr, alpha_ptr, x_scale_ptr, bias_ptr, parts_ptr, m, n, first_row, first_token, part, ROWS: gl.constexpr,
     TOKENS: gl.constexpr, SPLIT: gl.constexpr, HAS_BIAS: gl.constexpr, X_BY_ROW: gl.constexpr,
