@@ -8,6 +8,10 @@ import torch
 from comparing import assert_same_bits
 from gpu_cases import BACKEND, FORMATS, grid, manner, matrix_of
 from quarterturn import ops
+from quarterturn.backends import gpu_triton
+from quarterturn.backends.gpu_matmul_many import order
+from quarterturn.backends.protocol import Blocks, Quantizer
+from quarterturn.formats import NVFP4
 
 pytestmark = pytest.mark.gpu
 
@@ -156,3 +160,19 @@ def test_strides_past_two_to_the_31() -> None:
     x.copy_(torch.randn(1030, 128, device="cuda"))
     matrix, encode = matrix_of("random hadamard", 64)[0].cuda(), torch.tensor([100.0], device="cuda")
     assert_same(every_form(x, matrix, encode), every_form(x.contiguous(), matrix, encode))
+
+
+@grid(kind=["random hadamard", "dense"], size=[16, 32, 64, 128], m=[1, 16, 64, 300], dtype=[torch.bfloat16, torch.float16])
+def test_written_in_the_order_of_the_product(kind: str, size: int, m: int, dtype: torch.dtype) -> None:
+    """The same numbers as in their natural order, at the places where `order` puts them."""
+    x = torch.randn(m, 4096, device="cuda").to(dtype)
+    blocks = Blocks(matrix_of(kind, size)[0].to("cuda"), size**-0.5, False)
+    encode = torch.tensor([100.0], device="cuda")
+    want = gpu_triton.rotate(x, blocks, dtype)
+    assert_same_bits(gpu_triton.rotate(x, blocks, dtype, ordered=True), order(want))
+    for fmt in FORMATS.values() if dtype == torch.bfloat16 else (NVFP4,):
+        quantizer = Quantizer(fmt, encode if fmt == NVFP4 else None, "checkpoint", "even")
+        want, scale = gpu_triton.rotate_quantize_dequantize(x, blocks, quantizer, dtype)
+        got, same = gpu_triton.rotate_quantize_dequantize(x, blocks, quantizer, dtype, ordered=True)
+        assert_same_bits(got, order(want))
+        assert_same_bits(same, scale)

@@ -142,10 +142,10 @@ def test_where_fp32_is_turned_by_a_product_before() -> None:
 
 def hopper(
     cut: Tiling, width: int, pieces: int, output: int, *, size: int = 0, blocked: bool = False, group: int = 16,
-    rule: str = "even", half: bool = False, near: bool = False,
+    rule: str = "even", half: bool = False, near: bool = False, ordered: bool = False,
 ) -> HopperConfig:  # fmt: skip
     device = torch.device("cuda", 0)
-    return HopperConfig(device, width, pieces, size or width, output, blocked, group, rule, half, near, cut)
+    return HopperConfig(device, width, pieces, size or width, output, blocked, group, rule, half, near, cut, ordered)
 
 
 def compiled_hopper(config: HopperConfig) -> Compiled:
@@ -153,7 +153,7 @@ def compiled_hopper(config: HopperConfig) -> Compiled:
     assert constants.pop("launch_pdl") is config.tiling.pdl
     layout = repr(NVMMASharedLayout(min(128, 2 * width), 16, 2))
     kind = TYPE[config.dtype]
-    out = {CODES: "*i64", VALUES: "*i32", ROTATED: f"*{kind}"}[config.output]
+    out = "*i32" if config.ordered else {CODES: "*i64", VALUES: "*i32", ROTATED: f"*{kind}"}[config.output]
     signature = {
         "x_desc": f"tensordesc<{kind}[{config.tiling.block}, {width}],{layout}>",
         "pieces_desc": f"tensordesc<{kind}[{width // config.tiling.parts}, {width}],{layout}>",
@@ -208,6 +208,10 @@ OTHER = {
     "R = 16, mxfp4, floor, few": hopper(few_tiling(64, 32), 64, 1, CODES, size=16, group=32, rule="floor"),
     "R = 32, values, fp16": hopper(T64, 64, 1, VALUES, size=32, half=True),
     "R = 32, rotated": hopper(Tiling(128, 2, 4, 4), 64, 1, ROTATED, size=32),
+    "values in order": hopper(tiling(64, 1, VALUES), 64, 1, VALUES, ordered=True),
+    "rotated in order, 128 wide": hopper(tiling(128, 1, ROTATED), 128, 1, ROTATED, ordered=True),
+    "values in order, few": hopper(few_tiling(64, 32), 64, 1, VALUES, ordered=True),
+    "rotated in order, dense, few": hopper(few_tiling(32, 32), 32, 3, ROTATED, size=16, ordered=True),
 }
 
 
@@ -240,7 +244,7 @@ def test_the_hopper_kernel(name: str) -> None:
         assert loop["VIMNMX3"] == 16 * runs
         assert loop["SHFL"] == (runs * (3 + (config.group == 32)) if columns == 32 else runs * (config.group == 32))
     else:
-        assert wide == {128: runs}
+        assert wide == ({32: 4 * runs} if config.ordered else {128: runs})
         assert loop["VIADDMNMX"] == (8 * runs if config.output == VALUES else 0)
     waits = "ACQBULK" in built.sass_text
     assert waits == cut.pdl, "what came before in the stream has ended"
@@ -284,6 +288,10 @@ INSTRUCTIONS = {
     "R = 16, mxfp4, floor, few": 13.38,
     "R = 32, values, fp16": 12.81,
     "R = 32, rotated": 4.38,
+    "values in order": 12.75,
+    "rotated in order, 128 wide": 3.09,
+    "values in order, few": 12.00,
+    "rotated in order, dense, few": 6.25,
 }
 
 

@@ -24,7 +24,8 @@ from .protocol import Blocks, Quantizer
 class Task:
     """x (M, K), M and K not 0, its rows contiguous, and what a launch fills.
 
-    output: CODES, VALUES or ROTATED, into `out`; scale: block scale bytes, in the 128x4 layout if `blocked`.
+    output: CODES, VALUES or ROTATED, into `out`; scale: block scale bytes, in the 128x4 layout if `blocked`. ordered:
+    VALUES and ROTATED in the order that matmul_many multiplies; for tasks that the Hopper kernel takes.
     """
 
     x: Tensor
@@ -35,6 +36,7 @@ class Task:
     scale: Tensor | None = None
     tensor_scale: Tensor | None = None
     blocked: bool = False
+    ordered: bool = False
 
     @property
     def group(self) -> int:
@@ -104,6 +106,7 @@ def launch(task: Task) -> None:
     """Run the kernel that takes the task."""
     with on_device(task.x.device):
         if not hopper_takes(task):
+            assert not task.ordered
             return _launch_portable(task)
         # Rows that lie apart are brought together, so that strides change no bit.
         if not task.x.is_contiguous() or task.x.data_ptr() % 16:
@@ -278,6 +281,7 @@ class HopperConfig(NamedTuple):
     half: bool
     near: bool
     tiling: Tiling
+    ordered: bool = False
 
     @property
     def dtype(self) -> torch.dtype:
@@ -299,13 +303,14 @@ class HopperConfig(NamedTuple):
                 near = self.size if self.near else 0
                 quantize = asm.quantize_asm(self.group, self.output, self.rule, repair, self.half, near)
         block, warps, columns = self.tiling.block, self.tiling.num_warps, self.width // self.tiling.parts
-        words = 4 * self.output  # of a run of eight: int32 of two values, or values
+        words = 4 if self.ordered else 4 * self.output  # of a run of eight: int32 of two values, or values
         return {
             "WIDTH": self.width, "PIECES": self.pieces, "BLOCK": block, "STAGES": self.tiling.stages,
             "PARTS": self.tiling.parts, "FROM_REGISTERS": self.tiling.from_registers,
             "PDL": self.tiling.pdl, "launch_pdl": self.tiling.pdl, "OUTPUT": self.output, "BLOCKED": self.blocked,
             "GROUP": self.group,
             "STORE_LAYOUT": store_layout(block, columns, words, warps) if words else "",
+            "PAIRS_ASM": asm.pairs_asm(self.half) if self.ordered else "",
             "REPAIR": repair > 0, "NEAR": self.near, "AMAX_ASM": amax[0], "AMAX_CONSTRAINTS": amax[1],
             "QUANTIZE_ASM": quantize[0], "QUANTIZE_CONSTRAINTS": quantize[1], "num_warps": warps,
         }  # fmt: skip
@@ -325,9 +330,9 @@ def _launch_hopper(task: Task) -> None:
     units, per_row = x.numel() // width, x.shape[1] // width
     cut = few_tiling(width, min(width, columns)) if few else tiling(width, count, task.output)
     half = x.dtype == torch.float16
-    start = hopper_launcher(
-        HopperConfig(x.device, width, count, pieces.size, task.output, blocked, task.group, task.rule, half, near, cut)
-    )
+    start = hopper_launcher(HopperConfig(
+        x.device, width, count, pieces.size, task.output, blocked, task.group, task.rule, half, near, cut, task.ordered,
+    ))  # fmt: skip
     padded = -(-x.shape[0] // 128) * 128 * per_row if blocked else units
     programs = max(-(-units // cut.block), -(-(padded - units) // (32 * cut.num_warps * cut.parts)))
     encode = pieces.matrix if task.quantizer is None else encode_scale(task.quantizer, x.device)
@@ -360,7 +365,8 @@ def hopper_launcher(config: HopperConfig) -> Callable[..., None]:
     from ..kernels.rotate_quantize_hopper import rotate_quantize_hopper as kernel
 
     constants, width, count = config.constants(), config.width, config.pieces
-    word = {CODES: torch.int64, VALUES: torch.int32, ROTATED: config.dtype}[config.output]
+    kept = torch.int32 if config.ordered else config.dtype
+    word = {CODES: torch.int64, VALUES: torch.int32, ROTATED: kept}[config.output]
     # Any memory will do to compile for: 16-byte aligned, as what the op allocates is and x was asked to be.
     like = torch.empty(count * width, width, dtype=config.dtype, device=config.device)
     fp32, byte = like.view(-1)[:128].view(torch.float32), like.view(torch.uint8)

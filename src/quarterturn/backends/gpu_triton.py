@@ -67,13 +67,14 @@ def prepare(weight: FP4Tensor, mode: str) -> Tensor | None:
     return any_torch.prepare(weight, mode)
 
 
-def rotate(x: Tensor, blocks: Blocks, out_dtype: torch.dtype) -> Tensor:
-    """x (M, K) @ V per block, fp32 sums, rounded once to out_dtype."""
+def rotate(x: Tensor, blocks: Blocks, out_dtype: torch.dtype, ordered: bool = False) -> Tensor:
+    """x (M, K) @ V per block, fp32 sums, rounded once to out_dtype. ordered: as gpu_matmul_many.order gives it."""
     if not _fuses(x, blocks):
+        assert not ordered
         return _turned(x, blocks, out_dtype)
     out = torch.empty(x.shape, dtype=out_dtype, device=x.device)
     if x.numel():
-        launch(Task(x, blocks, None, ROTATED, out))
+        launch(Task(x, blocks, None, ROTATED, out, ordered=ordered))
     return out
 
 
@@ -96,16 +97,17 @@ def rotate_quantize(
 
 
 def rotate_quantize_dequantize(
-    x: Tensor, blocks: Blocks | None, quantizer: Quantizer, out_dtype: torch.dtype
+    x: Tensor, blocks: Blocks | None, quantizer: Quantizer, out_dtype: torch.dtype, ordered: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """x (M, K) -> e2m1 * block_scale (M, K) of out_dtype, exact, and the tensor scale (1,) or (M,)."""
+    """x (M, K) -> e2m1 * block_scale (M, K) of out_dtype, exact, and the tensor scale (1,) or (M,). ordered: see rotate.
+    """
     if quantizer.is_qutlass_mxfp4:
         return any_torch.rotate_quantize_dequantize(x, blocks, quantizer, out_dtype)
     x, blocks = _fusable(x, blocks)
     out = torch.empty(x.shape, dtype=out_dtype, device=x.device)
     tensor_scale = _tensor_scale(x.shape[0], quantizer, x)
     if x.numel():
-        launch(Task(x, blocks, quantizer, VALUES, out, None, tensor_scale))
+        launch(Task(x, blocks, quantizer, VALUES, out, None, tensor_scale, ordered=ordered))
     return out, tensor_scale
 
 

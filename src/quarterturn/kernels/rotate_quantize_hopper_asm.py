@@ -111,3 +111,9 @@ def _names(run: int) -> list[str]:
 
 def _inputs(run: int) -> str:
     return "f," * (run + 4) + "r,r,l,l"
+
+
+def pairs_asm(half: bool) -> str:
+    """Eight fp32 numbers rounded to pairs: the first of two in the lower half of a word."""
+    kind = "f16x2" if half else "bf16x2"
+    return " ".join(f"cvt.rn.{kind}.f32 ${i}, ${5 + 2 * i}, ${4 + 2 * i};" for i in range(4))

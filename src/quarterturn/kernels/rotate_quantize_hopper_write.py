@@ -63,6 +63,22 @@ def _store(ptr, x, units, L: gl.constexpr, BLOCK: gl.constexpr, GROUPS: gl.const
 
 
 @gluon.jit
+def _store_in_order(
+    ptr, words, units, first, L: gl.constexpr, BLOCK: gl.constexpr, RUNS: gl.constexpr, WIDTH: gl.constexpr
+):
+    """Pairs of values (BLOCK, RUNS, 4), the first of them pair `first` of a unit, to where the product wants them.
+
+    Pair 8q + 2t + h of a block of 64 values lies at 8t + 4h + q there (weight_layout.py, kernels/order_tokens.py).
+    """
+    words = gl.convert_layout(words, L, assert_trivial=True)
+    row = gl.arange(0, BLOCK, gl.SliceLayout(1, gl.SliceLayout(2, L)))[:, None, None]
+    run = gl.arange(0, RUNS, gl.SliceLayout(0, gl.SliceLayout(2, L)))[None, :, None]
+    pair = first + run * 4 + gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, L)))[None, None, :]
+    place = pair // 32 * 32 + pair % 8 // 2 * 8 + pair % 2 * 4 + pair % 32 // 8
+    gl.store(ptr + (row * (WIDTH // 2) + place), words, mask=row < units)
+
+
+@gluon.jit
 def _spread(amax, BLOCK: gl.constexpr, GROUPS: gl.constexpr, RUNS: gl.constexpr):
     """The amax of runs (BLOCK, GROUPS * RUNS) -> the greatest of each group of RUNS, for each of them."""
     runs = amax.reshape([BLOCK, GROUPS, RUNS])
@@ -152,10 +168,13 @@ def write_codes(
 def write_values(
     acc, tile, part, out_ptr, units, factor, amax_factor, encode, divisor, usual, x_tile, matrix, BLOCK: gl.constexpr,
     WIDTH: gl.constexpr, COLUMNS: gl.constexpr, GROUP: gl.constexpr, OUTPUT: gl.constexpr, STORE_LAYOUT: gl.constexpr,
-    AMAX_ASM: gl.constexpr, AMAX_CONSTRAINTS: gl.constexpr, QUANTIZE_ASM: gl.constexpr,
+    PAIRS_ASM: gl.constexpr, AMAX_ASM: gl.constexpr, AMAX_CONSTRAINTS: gl.constexpr, QUANTIZE_ASM: gl.constexpr,
     QUANTIZE_CONSTRAINTS: gl.constexpr,
 ):  # fmt: skip
-    """The accumulator (BLOCK, COLUMNS) of a tile as numbers of 16 bits: e2m1 * block_scale, or as it is."""
+    """The accumulator (BLOCK, COLUMNS) of a tile as numbers of 16 bits: e2m1 * block_scale, or as it is.
+
+    PAIRS_ASM: values are stored in the order of the product; rounds two numbers. Else "".
+    """
     z = acc.reshape([BLOCK, COLUMNS // 32, 4, 4, 2]).permute((0, 1, 3, 2, 4))
     # value i of each run: 8 tensors (BLOCK, COLUMNS / 8), where they are
     even, odd = z.reshape([BLOCK, COLUMNS // 8, 2, 2, 2]).split()
@@ -187,7 +206,26 @@ def write_values(
             pack=1,
         )
         words = _join4(w0, w1, w2, w3)
-        _store(out_ptr + first // 2, words, units - tile * BLOCK, STORE_LAYOUT, BLOCK, COLUMNS // 8, 4, WIDTH // 2)
+        if PAIRS_ASM != "":
+            _store_in_order(
+                out_ptr + gl.cast(tile, gl.int64) * (BLOCK * WIDTH // 2), words, units - tile * BLOCK,
+                part * (COLUMNS // 2), STORE_LAYOUT, BLOCK, COLUMNS // 8, WIDTH,
+            )  # fmt: skip
+        else:
+            _store(out_ptr + first // 2, words, units - tile * BLOCK, STORE_LAYOUT, BLOCK, COLUMNS // 8, 4, WIDTH // 2)
+    elif PAIRS_ASM != "":
+        w0, w1, w2, w3 = gl.inline_asm_elementwise(
+            PAIRS_ASM,
+            "=&r,=&r,=&r,=&r,f,f,f,f,f,f,f,f",
+            [z0 * factor, z1 * factor, z2 * factor, z3 * factor, z4 * factor, z5 * factor, z6 * factor, z7 * factor],
+            dtype=_FOUR_WORDS,
+            is_pure=True,
+            pack=1,
+        )
+        _store_in_order(
+            out_ptr + gl.cast(tile, gl.int64) * (BLOCK * WIDTH // 2), _join4(w0, w1, w2, w3), units - tile * BLOCK,
+            part * (COLUMNS // 2), STORE_LAYOUT, BLOCK, COLUMNS // 8, WIDTH,
+        )  # fmt: skip
     else:
         out: gl.constexpr = out_ptr.dtype.element_ty
         halves = gl.join(_join4(z0, z2, z4, z6), _join4(z1, z3, z5, z7))
