@@ -15,6 +15,8 @@ from quarterturn.formats import NVFP4
 
 pytestmark = pytest.mark.gpu
 
+BF16, FP16 = torch.bfloat16, torch.float16
+
 
 def every_form(x: torch.Tensor, matrix: torch.Tensor, encode: torch.Tensor) -> list[torch.Tensor]:
     """Each op in several forms, so that one capture or one compilation sees all of them."""
@@ -162,7 +164,7 @@ def test_strides_past_two_to_the_31() -> None:
     assert_same(every_form(x, matrix, encode), every_form(x.contiguous(), matrix, encode))
 
 
-@grid(kind=["random hadamard", "dense"], size=[16, 32, 64, 128], m=[1, 16, 64, 300], dtype=[torch.bfloat16, torch.float16])
+@grid(kind=["random hadamard", "dense"], size=[16, 32, 64, 128], m=[1, 16, 64, 300], dtype=[BF16, FP16])
 def test_written_in_the_order_of_the_product(kind: str, size: int, m: int, dtype: torch.dtype) -> None:
     """The same numbers as in their natural order, at the places where `order` puts them."""
     x = torch.randn(m, 4096, device="cuda").to(dtype)
@@ -170,7 +172,7 @@ def test_written_in_the_order_of_the_product(kind: str, size: int, m: int, dtype
     encode = torch.tensor([100.0], device="cuda")
     want = gpu_triton.rotate(x, blocks, dtype)
     assert_same_bits(gpu_triton.rotate(x, blocks, dtype, ordered=True), order(want))
-    for fmt in FORMATS.values() if dtype == torch.bfloat16 else (NVFP4,):
+    for fmt in FORMATS.values() if dtype == BF16 else (NVFP4,):
         quantizer = Quantizer(fmt, encode if fmt == NVFP4 else None, "checkpoint", "even")
         want, scale = gpu_triton.rotate_quantize_dequantize(x, blocks, quantizer, dtype)
         got, same = gpu_triton.rotate_quantize_dequantize(x, blocks, quantizer, dtype, ordered=True)

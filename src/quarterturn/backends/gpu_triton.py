@@ -99,8 +99,7 @@ def rotate_quantize(
 def rotate_quantize_dequantize(
     x: Tensor, blocks: Blocks | None, quantizer: Quantizer, out_dtype: torch.dtype, ordered: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """x (M, K) -> e2m1 * block_scale (M, K) of out_dtype, exact, and the tensor scale (1,) or (M,). ordered: see rotate.
-    """
+    """x (M, K) -> e2m1 * block_scale (M, K) of out_dtype, exact, and the tensor scale (1,) or (M,). ordered: as rotate."""
     if quantizer.is_qutlass_mxfp4:
         return any_torch.rotate_quantize_dequantize(x, blocks, quantizer, out_dtype)
     x, blocks = _fusable(x, blocks)
