@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from benchmarks.gpu_matmul_many import COLD, FEWEST
+from benchmarks.gpu_matmul import COLD, FEWEST
 from benchmarks.gpu_rotate_quantize import graph_us
 from benchmarks.record import machine
 from quarterturn import weight_layout

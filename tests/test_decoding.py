@@ -217,8 +217,7 @@ def test_on_a_gpu_steps_from_a_graph_are_the_eager_ones(way: str, four_bit: bool
             for _ in range(20):
                 chosen = want.argmax(-1)
                 want, got = plain.step(chosen), decoder.step(chosen)
-                bound = 0.25 if way == "compiled" else 1e-3
-                assert (got - want).norm() <= bound * want.norm()
+                assert (got - want).norm() <= 1e-3 * want.norm()  # compiled code rounds where the model's own does
     torch.compiler.reset()
 
 
@@ -243,3 +242,21 @@ def test_on_a_gpu_a_step_that_waits_for_the_host_is_no_loss() -> None:
     assert decoder is None
     assert reason
     assert torch.equal(continued(model, ids, 8, do_sample=False), want)
+
+
+@pytest.mark.gpu
+def test_a_capture_that_fails_leaves_random_numbers_to_others() -> None:
+    gpu = torch.device("cuda", torch.cuda.current_device())
+
+    def step() -> Tensor:
+        x = torch.randn(3, device=gpu)
+        return x / x.sum().item()  # the host waits, which no graph can
+
+    with pytest.raises(RuntimeError):
+        decoding.captured(step, gpu)
+    assert torch.randn(3, device=gpu).isfinite().all()
+    replay, result = decoding.captured(lambda: torch.randn(1000, device=gpu), gpu)
+    replay()
+    before = result.clone()
+    replay()
+    assert not torch.equal(result, before)

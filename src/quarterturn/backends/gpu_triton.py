@@ -11,10 +11,9 @@ fp32 and round in the same way. A matrix is looked at once, at its first use, an
 kept beside it: `matrix.data` must not be written to in place on a GPU.
 
 Weights are decoded to bf16 once and multiplied by the library; with `weights="packed"` they stay at 4.5 bits, in
-fragments that kernels of our own decode on the way to the matrix units (gpu_product.py). Those kernels were run and
-checked on an NVIDIA H200, by themselves; through this backend they were not run yet, so `auto` does not take them. A
-kernel that rotates by full-width Hadamards in one pass (gpu_wide.py) waits for its tests on a GPU too: until then
-any_torch rotates by them, in float64 by their factors.
+fragments that kernels of our own decode on the way to the matrix units (gpu_product.py). Wider Hadamard matrices turn
+bf16 and fp16 in one pass on GPUs of capability 9.0 (gpu_wide.py), elsewhere and in fp32 any_torch turns by them, in
+float64 by their factors.
 """
 
 from __future__ import annotations
@@ -99,7 +98,7 @@ def rotate_quantize(
 def rotate_quantize_dequantize(
     x: Tensor, blocks: Blocks | None, quantizer: Quantizer, out_dtype: torch.dtype, ordered: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """x (M, K) -> e2m1 * block_scale (M, K) of out_dtype, exact, and the tensor scale (1,) or (M,). ordered: as rotate."""
+    """x (M, K) -> e2m1 * block_scale (M, K) of out_dtype, exact; the tensor scale (1,) or (M,). ordered: as rotate."""
     if quantizer.is_qutlass_mxfp4:
         return any_torch.rotate_quantize_dequantize(x, blocks, quantizer, out_dtype)
     x, blocks = _fusable(x, blocks)

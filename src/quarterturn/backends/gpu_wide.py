@@ -32,7 +32,7 @@ SMALL = 1 << 13
 """Values of the tiles that are made of several short rows, and of which several programs fit on a multiprocessor."""
 DENSE = 256
 """The order of the dense factor at most, padding included."""
-RUN_ON: tuple[tuple[int, int], ...] = ()
+RUN_ON: tuple[tuple[int, int], ...] = ((9, 0),)
 """Capabilities of GPUs on which its tests were run. On others any_torch rotates until they are."""
 RUN = 8
 """Values that lie together, for loads and stores of 16 bytes."""

@@ -24,10 +24,14 @@ PREFIX = 8
 
 ROUNDS = 3
 
-_LAYER_BOUND, _LOGITS_BOUND = 2.0**-7, 0.25
-"""Relative differences, as norms. Of a layer: two roundings to bf16 make 2^-9, a code in 10^5 may fall the other way at
-a tie. Of logits: fused code rounds elsewhere, and layer after layer quantizes it; tokens or positions that are not the
-ones meant give 1 and more."""
+_LAYER_BOUND = 2.0**-7
+"""Relative difference of a layer, as norms: two roundings to bf16 make 2^-9, a code in 10^5 may fall the other way at a
+tie."""
+
+_LOGITS_BOUNDS = {"fp4": 1.0, "bf16": 0.25}
+"""The same of logits, by activations. Steps should be equal, bit for bit; but one value that is rounded otherwise turns
+FP4 codes over, layer after layer. On an H200, embeddings disturbed by 2^-9 moved the logits of 8 random layers by 0.67
+where they quantize activations and by 0.04 where they do not; those of another token are 1.3 away."""
 
 
 def now(device: torch.device) -> float:
@@ -92,10 +96,12 @@ def decode_step(model: Any, batch: int, cache: int, new: int, way: str) -> float
 def _check_step(model: Any, decoder: StaticDecoder, ids: Tensor) -> None:
     plain = StaticDecoder(model, decoder.batch, decoder.length)
     want, got = plain.prompt(ids), decoder.prompt(ids)
+    quantizes = any(isinstance(m, FP4Linear) and m.activations == "fp4" for m in model.modules())
+    bound = _LOGITS_BOUNDS["fp4" if quantizes else "bf16"]
     for _ in range(3):
         tokens = want.argmax(-1)
         want, got = plain.step(tokens), decoder.step(tokens)
-        _check_close(f"a {decoder.way} step gives other logits than the eager one.", got, want, _LOGITS_BOUND)
+        _check_close(f"a {decoder.way} step gives other logits than the eager one.", got, want, bound)
 
 
 def linear_step(layers: list[nn.Module], batch: int, device: torch.device, times: int, capture: bool) -> float:

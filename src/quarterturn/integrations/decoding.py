@@ -136,7 +136,8 @@ class StaticDecoder:
 def captured(step: Callable[[], Tensor], device: torch.device) -> tuple[Callable[[], None], Tensor]:
     """A step's launches as a CUDA graph: what replays it, and the tensor that then holds its result.
 
-    The step is called WARM_UP times on a stream of its own first, and once to be captured, when nothing runs.
+    The step is called WARM_UP times on a stream of its own first, and once to be captured, when nothing runs. Where it
+    cannot be captured, its error is raised and the device is as it was.
     """
     with torch.cuda.device(device):
         aside = torch.cuda.Stream(device)
@@ -146,8 +147,14 @@ def captured(step: Callable[[], Tensor], device: torch.device) -> tuple[Callable
                 step()
         torch.cuda.current_stream(device).wait_stream(aside)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            result = step()
+        try:
+            with torch.cuda.graph(graph):
+                result = step()
+        except BaseException:
+            # A capture that failed leaves the generator waiting for its end, and every random number would be refused.
+            generator = torch.cuda.default_generators[device.index or 0]
+            generator.graphsafe_set_state(generator.clone_state())
+            raise
     return graph.replay, result
 
 
