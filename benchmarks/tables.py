@@ -69,8 +69,39 @@ def _origin(records: list[dict[str, Any]]) -> str:
     return f"bf16 input, CUDA graphs, {command} on {machine}, {first['date']}.{against}{host}"
 
 
+PRODUCT_TOKENS = (1, 16, 64, 128, 256, 1024, 4096)
+
+
+def matmul(records: list[dict[str, Any]]) -> str:
+    """The table of the newest run in results/gpu_matmul.jsonl."""
+    if not records:
+        return "Not measured yet: `make bench` on a machine with an NVIDIA GPU fills this in."
+    newest = [r for r in records if r["run"] == records[-1]["run"]]
+    found = {(r["n"], r["k"], r["m"]): r for r in newest}
+    tokens = [m for m in PRODUCT_TOKENS if any(key[2] == m for key in found)]
+    lines = [
+        "Microseconds of the product of bf16 tokens and NVFP4 weights, and in brackets how many times faster than the",
+        "library's product in bf16 in the same run; the last column is the fraction of the memory floor at one token.",
+        "",
+        "| N × K | " + " | ".join(f"{m} token{'s' * (m > 1)}" for m in tokens) + " | of the floor |",
+        "|" + "---|" * (2 + len(tokens)),
+    ]
+    for n, k in dict.fromkeys((r["n"], r["k"]) for r in newest):
+        cells = [
+            f"{r['w4a16_us']:.1f} ({r['library_us'] / r['w4a16_us']:.2f})" if (r := found.get((n, k, m))) else ""
+            for m in tokens
+        ]
+        one = found.get((n, k, 1))
+        share = f"{one['floor_us'] / one['w4a16_us']:.2f}" if one else ""
+        lines.append(f"| {n} × {k} | " + " | ".join(cells) + f" | {share} |")
+    first = newest[0]
+    machine = f"{first['gpu']}, driver {first['driver']}, torch {first['torch']}, triton {first['triton']}"
+    return "\n".join([*lines, "", f"CUDA graphs, `python -m benchmarks.gpu_matmul` on {machine}, {first['date']}."])
+
+
 TABLES: dict[str, tuple[str, Callable[[list[dict[str, Any]]], str]]] = {
-    "rotate_quantize": ("gpu_rotate_quantize", rotate_quantize)
+    "rotate_quantize": ("gpu_rotate_quantize", rotate_quantize),
+    "matmul": ("gpu_matmul", matmul),
 }
 
 

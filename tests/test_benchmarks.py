@@ -10,8 +10,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # benchmarks is no part of the package
 
+from benchmarks import gpu_matmul, record, tables
 from benchmarks import gpu_rotate_quantize as bench
-from benchmarks import record, tables
 
 Case = bench.Case
 
@@ -94,6 +94,23 @@ def test_the_readme_table_is_of_the_newest_run() -> None:
 
 def test_no_record_is_said_to_be_none() -> None:
     assert tables.rotate_quantize([]).startswith("Not measured yet")
+    assert tables.matmul([]).startswith("Not measured yet")
+
+
+def test_the_table_of_products_is_of_the_newest_run() -> None:
+    about = {"gpu": "NVIDIA X", "driver": "1.2", "torch": "2.13", "triton": "3.6", "date": "2026-01-02"}
+    old = {"m": 1, "n": 4096, "k": 64, "floor_us": 3.0, "library_us": 9.0, "w4a16_us": 77.0, "run": "a", **about}
+    new = [{**old, "w4a16_us": 4.0, "run": "b"}, {**old, "m": 256, "w4a16_us": 18.0, "run": "b"}]
+    text = tables.matmul([old, *new])
+    assert "| N × K | 1 token | 256 tokens | of the floor |" in text
+    assert "| 4096 × 64 | 4.0 (2.25) | 18.0 (0.50) | 0.75 |" in text
+    assert "77" not in text
+    assert "NVIDIA X, driver 1.2, torch 2.13, triton 3.6, 2026-01-02" in text
+
+
+def test_the_floor_of_a_product() -> None:
+    assert gpu_matmul.floor_us(1, 28672, 4096) == (28672 * 4096 * 9 / 16 + 2 * (28672 + 4096)) / 4.27e6
+    assert gpu_matmul.floor_us(4096, 4096, 4096) == 2 * 4096**3 / 790e6
 
 
 def test_the_readme_is_what_the_records_say() -> None:
