@@ -135,8 +135,10 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         out.copy_(acc if bias is None else acc + bias.double())
 
     def of_values(name: str) -> Callable:
-        def run(x, weight, alpha, x_scale, bias, *rest, chosen=None):
-            out = rest[-1]
+        def run(x, weight, alpha, x_scale, bias, *rest):
+            # by_library: out; many: workspace, out, ordered, chosen
+            out, ordered = (rest[0], False) if name == "by_library" else rest[1:3]
+            assert not ordered
             assert alpha.shape == (weight.n,)
             assert x_scale.numel() in (1, x.shape[0])
             acc = checked(name, x, weight, out) * 2.0**-weight.exponent  # as the kernels decode

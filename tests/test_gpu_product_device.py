@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from quarterturn import ops, random_hadamard
+from quarterturn.backends import gpu_triton
 from quarterturn.formats import FORMATS, MXFP4
 from quarterturn.linear import FP4Linear
 from test_gpu_product import weight_of
@@ -66,6 +67,26 @@ def test_layers(n: int, k: int, name: str, dtype: torch.dtype, activations: str)
         assert y.dtype == dtype
         assert_near(y, expected(layer, x))
         assert torch.equal(layer(x), y), "the same input, the same bits"
+
+
+@pytest.mark.parametrize("activations", ["bf16", "fp4"])
+@pytest.mark.parametrize("size", [16, 32, 64, 128])
+def test_x_comes_in_the_order_of_the_product(activations: str, size: int) -> None:
+    """From 17 rows on it is turned into that order by the launch that rotates it: the same bits as from its own order."""
+    layer = layer_of("nvfp4", 1000, 4096, activations=activations, input_transform=random_hadamard(size))
+    plan = layer.current_plan(BF16)
+    assert plan is not None
+    for m in (16, 17, 40, 300):
+        x = torch.randn(m, 4096, device="cuda").to(BF16)
+        assert gpu_triton.in_order(x, plan.layer) == (m > 16)
+        values, scale = x, None
+        blocks, quantizer = plan.layer.input_blocks, plan.layer.quantizer
+        if quantizer is None:
+            values = gpu_triton.rotate(x, blocks, BF16)
+        else:
+            values, scale = gpu_triton.rotate_quantize_dequantize(x, blocks, quantizer, BF16)
+        want = gpu_triton.matmul(values, None, scale, plan.layer.weight, None, BF16)
+        assert torch.equal(layer(x), want)
 
 
 def test_an_output_transform_takes_the_product_in_fp32() -> None:

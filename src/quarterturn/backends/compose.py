@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..tensor import per_output
-from .protocol import Backend, FusedBackend, Layer, Operand, Together, Weight
+from .protocol import Backend, FusedBackend, Layer, Operand, OrderedBackend, Together, Weight
 
 
 def row_count(x: Tensor) -> int:
@@ -47,13 +47,14 @@ def operand(backend: Backend, x: Tensor, layer: Layer) -> Operand:
     if fused is not None:
         return fused.operand(x, layer)
     quantizer, values, tensor_scale = layer.quantizer, x, None
+    how = _ORDERED if hasattr(backend, "in_order") and cast(OrderedBackend, backend).in_order(x, layer) else {}
     if quantizer is not None:
         # MXFP4 values can overflow fp16; NVFP4 values are exact in every float dtype.
         dtype = torch.float32 if x.dtype == torch.float16 and not quantizer.format.has_tensor_scale else x.dtype
-        values, tensor_scale = backend.rotate_quantize_dequantize(x, layer.input_blocks, quantizer, dtype)
+        values, tensor_scale = backend.rotate_quantize_dequantize(x, layer.input_blocks, quantizer, dtype, **how)
     elif layer.input_blocks is not None:
-        values = backend.rotate(x, layer.input_blocks, x.dtype)
-    return Operand(values, None, tensor_scale, x.shape[0], x.dtype)
+        values = backend.rotate(x, layer.input_blocks, x.dtype, **how)
+    return Operand(values, None, tensor_scale, x.shape[0], x.dtype, "ordered" if how else "rows")
 
 
 def product(backend: Backend, operand: Operand, layer: Layer) -> Tensor:
@@ -63,8 +64,12 @@ def product(backend: Backend, operand: Operand, layer: Layer) -> Tensor:
         return fused.product(operand, layer)
     # The output transform takes the product in fp32, so that the result is rounded once.
     dtype = operand.dtype if layer.output_blocks is None else torch.float32
-    y = backend.matmul(operand.data, operand.block_scale, operand.tensor_scale, layer.weight, layer.bias, dtype)
+    how = _ORDERED if operand.form == "ordered" else {}
+    y = backend.matmul(operand.data, operand.block_scale, operand.tensor_scale, layer.weight, layer.bias, dtype, **how)
     return y if layer.output_blocks is None else backend.rotate(y, layer.output_blocks, operand.dtype)
+
+
+_ORDERED = {"ordered": True}
 
 
 def _fused(backend: Backend) -> FusedBackend | None:

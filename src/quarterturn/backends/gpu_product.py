@@ -50,10 +50,20 @@ def prepare(weight: FP4Tensor) -> Tensor | None:
     return made
 
 
+def takes_order(x: Tensor) -> bool:
+    """Whether the product with x (M, K) is one that takes it in the order of fragments."""
+    return x.is_cuda and _hopper(x) and x.shape[0] > MOST_TOKENS and x.dtype in (torch.bfloat16, torch.float16)
+
+
 def matmul(
-    x: Tensor, x_tensor_scale: Tensor | None, weight: Weight, bias: Tensor | None, out_dtype: torch.dtype
+    x: Tensor,
+    x_tensor_scale: Tensor | None,
+    weight: Weight,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    ordered: bool = False,
 ) -> Tensor:
-    """x (M, K) values times a weight that `prepare` made -> (M, N) of out_dtype."""
+    """x (M, K) values times a weight that `prepare` made -> (M, N) of out_dtype. ordered: see takes_order."""
     fmt, (m, k), n = weight.format, x.shape, weight.data.shape[0]
     fragments, alpha = weight_layout.from_stored(weight.data, k, fmt)
     if x.dtype == torch.float32 or (x.dtype == torch.float16 and fmt.has_e8m0_scale):
@@ -74,7 +84,9 @@ def matmul(
         bias = None if bias is None else bias.float()
         if out_dtype == x.dtype and _hopper(x):
             chosen = many_cut(x.device, m, n, k)
-            return many(x, fragments, alpha, scale, bias, _space(x.device), out, chosen=chosen)
+            chosen = chosen and chosen._replace(natural=chosen.natural and not ordered)
+            return many(x, fragments, alpha, scale, bias, _space(x.device), out, ordered, chosen)
+        assert not ordered
         return by_library(x, fragments, alpha, scale, bias, out)
 
 

@@ -21,15 +21,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..formats import MXFP4
 from ..kernels import CODES, ROTATED, VALUES
 from ..layouts import BLOCKED_128x4
 from ..settings import triton_interprets
 from ..tensor import FP4Tensor, decode_block_scale, decode_codes
 from . import any_torch, gpu_product, gpu_wide
-from .gpu_launch import Task, encode_scale, launch, triton_version
+from .gpu_launch import Task, encode_scale, hopper_takes, launch, triton_version
 from .gpu_launch import capability as capability_of
 from .gpu_pieces import is_capturing, is_met
-from .protocol import Blocks, Problem, Quantizer, Weight
+from .protocol import Blocks, Layer, Problem, Quantizer, Weight
 
 NAME = "gpu_triton"
 FUSED_SIZES = (16, 32, 64, 128)
@@ -109,6 +110,17 @@ def rotate_quantize_dequantize(
     return out, tensor_scale
 
 
+def in_order(x: Tensor, layer: Layer) -> bool:
+    """Whether x is to be turned into the order in which fragments of the weight are multiplied, by the same launch."""
+    blocks, quantizer, weight = layer.input_blocks, layer.quantizer, layer.weight
+    if blocks is None or weight.data.dtype != torch.int32 or layer.output_blocks is not None:
+        return False
+    if quantizer is not None and (quantizer.is_qutlass_mxfp4 or (x.dtype == torch.float16 and weight.format == MXFP4)):
+        return False
+    output = ROTATED if quantizer is None else VALUES
+    return gpu_product.takes_order(x) and _fuses(x, blocks) and hopper_takes(Task(x, blocks, quantizer, output, x))
+
+
 def matmul(
     x: Tensor,
     x_block_scale: Tensor | None,
@@ -116,14 +128,15 @@ def matmul(
     weight: Weight,
     bias: Tensor | None,
     out_dtype: torch.dtype,
+    ordered: bool = False,
 ) -> Tensor:
-    """(M, K) x (N, K)^T -> (M, N): of fragments by kernels of our own, else by any_torch."""
+    """(M, K) x (N, K)^T -> (M, N): of fragments by kernels of our own, else by any_torch. ordered: as rotate left x."""
     if weight.data.dtype != torch.int32:
         return any_torch.matmul(x, x_block_scale, x_tensor_scale, weight, bias, out_dtype)
     if x_block_scale is not None:
         values = decode_block_scale(x_block_scale, weight.format)
         x = decode_codes(x, values, weight.format.group_size, torch.bfloat16)
-    return gpu_product.matmul(x, x_tensor_scale, weight, bias, out_dtype)
+    return gpu_product.matmul(x, x_tensor_scale, weight, bias, out_dtype, ordered)
 
 
 def _fusable(x: Tensor, blocks: Blocks | None) -> tuple[Tensor, Blocks | None]:

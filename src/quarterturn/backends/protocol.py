@@ -136,6 +136,16 @@ class Backend(Protocol):
         """(M, K) x (N, K)^T -> (M, N): fp32 accumulation, alpha and bias in fp32, one rounding."""
 
 
+class OrderedBackend(Backend, Protocol):
+    """A backend whose product may take values in another order along K than that of the definition.
+
+    rotate, rotate_quantize_dequantize and matmul take `ordered`, with which values (M, K) are in that order.
+    """
+
+    def in_order(self, x: Tensor, layer: Layer) -> bool:
+        """Whether the layer's x (M, K) is to be rotated and quantized into that order."""
+
+
 Together = Callable[[Tensor], "list[Tensor] | None"]
 
 
