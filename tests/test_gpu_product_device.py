@@ -72,7 +72,7 @@ def test_layers(n: int, k: int, name: str, dtype: torch.dtype, activations: str)
 @pytest.mark.parametrize("activations", ["bf16", "fp4"])
 @pytest.mark.parametrize("size", [16, 32, 64, 128])
 def test_x_comes_in_the_order_of_the_product(activations: str, size: int) -> None:
-    """From 17 rows on it is turned into that order by the launch that rotates it: the same bits as from its own order."""
+    """From 17 rows on the launch that rotates it turns it into that order: the same bits as from its own."""
     layer = layer_of("nvfp4", 1000, 4096, activations=activations, input_transform=random_hadamard(size))
     plan = layer.current_plan(BF16)
     assert plan is not None

@@ -120,7 +120,7 @@ def test_the_product_takes_the_tables_cut_before_the_formulas(m: int, monkeypatc
             gpu_product, name, lambda device, *of, made=made: asked.append(of) or (made if there else None)
         )
     monkeypatch.setattr(gpu_product, "few", lambda *_, after, cut: taken.append(cut))
-    monkeypatch.setattr(gpu_product, "many", lambda *rest, chosen: taken.append(chosen) or rest[-1])
+    monkeypatch.setattr(gpu_product, "many", lambda *rest: taken.append(rest[-1]))
     monkeypatch.setattr(gpu_product, "_space", lambda device: None)
     monkeypatch.setattr(gpu_launch, "capability", lambda device: (9, 0))
     monkeypatch.setattr(gpu_launch, "multiprocessors", lambda device: 132)
