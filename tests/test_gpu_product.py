@@ -75,6 +75,14 @@ def test_only_packed_weights_on_a_gpu_are_kept_so(monkeypatch: pytest.MonkeyPatc
     made = gpu_triton.prepare(weight, "packed")
     assert made is not None
     assert made.dtype == torch.int32
+    for capability, kept in (((9, 0), torch.int32), ((8, 0), BF16), ((10, 0), BF16)):
+        monkeypatch.setattr(gpu_triton, "capability_of", lambda device, found=capability: found)
+        assert gpu_triton.prepare(weight, "auto").dtype == kept
+    negative = weight_of(NVFP4, 16, 64)
+    negative.block_scale.view(torch.uint8)[3, 1] = 0x98
+    monkeypatch.setattr(gpu_triton, "capability_of", lambda device: (9, 0))
+    assert gpu_triton.prepare(negative, "packed") is None
+    assert gpu_triton.prepare(negative, "auto").dtype == BF16, "a weight without such a form is decoded once"
     decoded = gpu_triton.prepare(weight, "decoded")
     assert decoded is not None
     assert decoded.dtype == BF16

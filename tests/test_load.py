@@ -18,7 +18,7 @@ import quarterturn as qt
 from altered import altered, make_checkpoint, shard
 from producer_layout import write
 from quarterturn.checkpoint import open_checkpoint
-from quarterturn.linear import RotatedLinear
+from quarterturn.rotated_linear import RotatedLinear
 from tiny_models import KINDS, tokens
 
 # The tests compare numbers of one device; tests/test_gpu.py compares devices.

@@ -1,6 +1,7 @@
 """Quarterturn: language models with 4-bit float weights behind online block-diagonal transforms."""
 
 from . import ops
+from .compiled import compile_options
 from .errors import BackendRefusal, CheckpointRefusal, Refusal
 from .formats import MXFP4, NVFP4, FP4Format
 from .integrations.transformers import explain, load
@@ -21,6 +22,7 @@ __all__ = [
     "FP4Tensor",
     "Refusal",
     "Transform",
+    "compile_options",
     "explain",
     "hadamard",
     "load",

@@ -14,7 +14,7 @@ from torch import Tensor
 from .errors import Refusal, refusal
 from .formats import E8M0_RULES, RECIPES, FP4Format
 from .tensor import FP4Tensor
-from .weight_layout import stored_width
+from .weight_layout import PADDED_ROWS, stored_width
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -166,6 +166,7 @@ def weight(
     sizes: list[int],
     bias: Tensor | None,
     fmt: FP4Format,
+    rows: list[int] | None = None,
 ) -> None:
     packed = block_scale is not None
     if weight.dim() != 2:
@@ -190,8 +191,18 @@ def weight(
         needs.append((f"one tensor scale per output range, ranges that sum to {n}", found))
     if bias is not None and tuple(bias.shape) != (n,):
         needs.append((f"bias ({n},)", str(tuple(bias.shape))))
+    if rows is not None:
+        needs += _rows(rows, n, weight.dtype)
     if needs:
         raise refusal(op, "the weight does not fit.", needs=needs, do="check the layer's sizes")
+
+
+def _rows(rows: list[int], n: int, dtype: torch.dtype) -> list[tuple[str, str]]:
+    """What is wrong with rows (first, count) of a weight."""
+    fit = len(rows) == 2 and rows[0] % PADDED_ROWS == 0 and rows[1] > 0 and 0 <= rows[0] <= n - rows[1]
+    if fit and dtype == torch.int32:
+        return []
+    return [(f"rows (first, count) of {n}, the first a multiple of {PADDED_ROWS}, of fragments", f"{rows} of {dtype}")]
 
 
 def out_dtype(op: str, out_dtype: torch.dtype, fmt: FP4Format | None = None) -> None:

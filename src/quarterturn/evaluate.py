@@ -130,14 +130,14 @@ def cut_windows(ids: Tensor, window: int, context: int | None = None) -> Tensor:
     return ids[: ids.numel() // window * window].view(-1, window)
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def window_logits(model: PreTrainedModel, window: Tensor) -> Tensor:
     """Token ids (W,) -> fp32 logits (W, vocabulary) on the model's device. Raises Refusal past the model's context."""
     check_tokens("evaluate", model, window, do="judge on shorter windows")
     return model(input_ids=window[None].to(model.device), use_cache=False).logits[0].float()
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def judge(
     model: PreTrainedModel,
     ids: Tensor,
@@ -233,7 +233,7 @@ def _kl(original: Tensor, model: Tensor) -> tuple[float, int]:
     return float(total), same
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def speed(model: PreTrainedModel, prompt: Tensor, new_tokens: int = 32) -> Speed:
     """Time one sequence: the prompt (int64 (T,)) at once, then `new_tokens` greedy steps with a cache, no early end.
 
@@ -333,7 +333,7 @@ def activation_statistics(x: Tensor, group_size: int = 16) -> ActivationStatisti
     return ActivationStatistics(rms, amax, amax / rms, float(kurtosis), float(crest))
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def _run(model: PreTrainedModel, windows: Tensor, names: Sequence[str], advance: Advance) -> None:
     # The logits are the largest product of a small model, and not looked at unless the head is asked for.
     prefix = model.base_model_prefix

@@ -20,6 +20,7 @@ from .backends import Blocks, Layer, Problem, Quantizer, Selection, Weight, get_
 from .eager import seen_by_torch
 from .errors import refusal
 from .formats import E8M0_RULES, RECIPES, FP4Format, get_format
+from .fused import Part
 from .plan import Decided, LayerPlan, Stamp, in_place_of
 from .sharing import Siblings
 from .tensor import FP4Tensor
@@ -27,6 +28,7 @@ from .transforms import Transform
 
 ACTIVATIONS = ("fp4", "bf16")
 WEIGHTS = ("auto", "packed", "decoded")
+_CHOICES = {"activations": ACTIVATIONS, "recipe": RECIPES, "rule": E8M0_RULES, "weights": WEIGHTS}
 
 
 @dataclass(frozen=True)
@@ -112,6 +114,7 @@ class FP4Linear(nn.Module):
             self.register_buffer(derived, None, persistent=False)
         self._decided: Decided | None = None
         self.siblings: Siblings | None = None
+        self.part: Part | None = None
         self.register_load_state_dict_post_hook(_refresh)
 
     @classmethod
@@ -153,12 +156,12 @@ class FP4Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x (..., in_features) -> (..., out_features) of x.dtype. Raises Refusal for other shapes and dtypes."""
         if torch.compiler.is_compiling():
-            return torch.ops.quarterturn.fp4_linear(x, *self._operands())
+            return ops.FP4_LINEAR(x, *self._operands())
         plan = self.current_plan(x.dtype)
         if plan is None:
             plan = self._decide(x.dtype)
         if plan is None or seen_by_torch(x):
-            return torch.ops.quarterturn.fp4_linear(x, *self._operands())
+            return ops.FP4_LINEAR(x, *self._operands())
         plan.check(x)
         return plan.run(x) if self.siblings is None else self.siblings.run(x, plan)
 
@@ -172,7 +175,17 @@ class FP4Linear(nn.Module):
     def _choices(self) -> tuple[str, ...]:
         return self.activations, self.requested_backend, self.weights
 
-    def _made_layer(self) -> Layer:
+    def take(self, part: Part) -> LayerPlan:
+        """Hold the weight as a part of what siblings hold together -> the plan by which this layer is then run."""
+        decided = self._decided
+        assert decided is not None
+        self.part, self.values = part, part.whole.data
+        plan = LayerPlan(decided.selection.backend, self.made_layer(), self.in_features, decided.dtype)
+        self._decided = decided._replace(plan=plan)
+        return plan
+
+    def made_layer(self) -> Layer:
+        """All that the layer is beside its input, as backends take it."""
         assert self.tensor_scale is not None
         packed = self.values is None
         weight = Weight(
@@ -182,6 +195,8 @@ class FP4Linear(nn.Module):
             self.output_sizes,
             self.format,
         )
+        if self.part is not None:
+            weight = self.part.whole.weight(self.part.rows)
         quantizer = Quantizer(self.format, self.input_encode_scale, self.recipe, self.rule)
         return Layer(
             weight,
@@ -202,25 +217,33 @@ class FP4Linear(nn.Module):
                 needs=[("buffers with weights", f"buffers on {self.codes.device}")],
                 do="load a state dict, or call refresh() after filling the buffers",
             )
-        packed = self.values is None
+        part, matrix, encode_scale = self.part, self.input_matrix, self.input_encode_scale
+        of_rows: tuple[Any, ...]
+        if part is None:
+            packed = self.values is None
+            weight = self.codes if packed else self.values
+            scale = self.block_scale.view(torch.uint8) if packed else None
+            of_rows = (weight, scale, self.tensor_scale, self.output_sizes, self.bias)
+        else:
+            whole = part.whole
+            of_rows = (whole.data, None, whole.tensor_scale, whole.sizes, whole.bias)
+            if whole.agree:  # so that the calls of siblings differ in their rows alone: see compiled.py
+                matrix, encode_scale = whole.matrix, whole.encode_scale
         return (
-            self.codes if packed else self.values,
-            self.block_scale.view(torch.uint8) if packed else None,
-            self.tensor_scale,
-            self.output_sizes,
-            self.bias,
+            *of_rows,
             self.format.name,
-            self.input_matrix,
+            matrix,
             first.factor if first else 1.0,
             first.transpose if first else False,
             self.output_matrix,
             last.factor if last else 1.0,
             last.transpose if last else False,
             self.activations == "fp4",
-            self.input_encode_scale,
+            encode_scale,
             self.recipe,
             self.rule,
             decided.selection.name,
+            None if part is None else part.rows,
         )
 
     def refresh(self, dtype: torch.dtype | None = None) -> FP4Linear:
@@ -243,7 +266,7 @@ class FP4Linear(nn.Module):
         if before is not None and before.plan is not None and same:
             stamp, layer = before.stamp, before.plan.layer
         else:
-            stamp, layer = self._derive(selection), self._made_layer()
+            stamp, layer = self._derive(selection), self.made_layer()
         plan = None if stamp is None else LayerPlan(selection.backend, layer, self.in_features, dtype)
         self._decided = Decided(selection, dtype, stamp, plan)
         if self.siblings is not None:
@@ -261,7 +284,12 @@ class FP4Linear(nn.Module):
             stamp = Stamp(self, self._choices()) if type(self.codes) is Tensor else None
             weight = self.weight_tensor()
             self.tensor_scale = in_place_of(self.tensor_scale, weight.tensor_scale)
-            self.values = in_place_of(self.values, selection.backend.prepare(weight, self.weights))
+            values = selection.backend.prepare(weight, self.weights)
+            if self.part is not None and self.part.write(values, weight, self.bias):
+                self.values = self.part.whole.data
+                self.part.whole.settle()
+            else:
+                self.part, self.values = None, in_place_of(self.values, values)
         return stamp
 
     def explain(self, dtype: torch.dtype | None = None) -> Explanation:
@@ -302,9 +330,8 @@ class FP4Linear(nn.Module):
     def extra_repr(self) -> str:
         text = f"in_features={self.in_features}, out_features={self.out_features}, format={self.format.name}"
         text += f", activations={self.activations}, bias={self.bias is not None}"
-        for side, transform in (("input", self.input_transform), ("output", self.output_transform)):
-            text += f", {side}_transform={transform}" if transform else ""
-        return text
+        sides = (("input", self.input_transform), ("output", self.output_transform))
+        return text + "".join(f", {side}_transform={transform}" for side, transform in sides if transform)
 
     def _select(self, dtype: torch.dtype) -> Selection:
         return select(self.problem(dtype), self.codes.device, self.requested_backend, layer=self.name or None)
@@ -319,27 +346,21 @@ class FP4Linear(nn.Module):
                 needs.append((f"{side} size a multiple of its transform's {transform.size}", str(size)))
         if sum(self.output_sizes) != n:
             needs.append((f"output_sizes that sum to {n}", str(self.output_sizes)))
-        for word, value, known in (
-            ("activations", self.activations, ACTIVATIONS),
-            ("recipe", self.recipe, RECIPES),
-            ("rule", self.rule, E8M0_RULES),
-            ("weights", self.weights, WEIGHTS),
-        ):
-            if value not in known:
+        for word, known in _CHOICES.items():
+            if (value := getattr(self, word)) not in known:
                 needs.append((f"{word} one of {', '.join(known)}", repr(value)))
         if needs:
             raise refusal(
-                "fp4_linear",
-                "this layer cannot be built.",
-                layer=self.name or None,
-                needs=needs,
+                "fp4_linear", "this layer cannot be built.", layer=self.name or None, needs=needs,
                 do="change the named argument",
-            )
+            )  # fmt: skip
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FP4Linear:
         """`.to`, `.half` and the like: devices change, the dtypes of codes and scales never do."""
 
         bias = self.bias
+        if self.part is not None:  # what siblings hold together does not move with one of them
+            self.values = None
 
         def keep_dtype(t: Tensor) -> Tensor:
             moved = fn(t)
@@ -350,11 +371,11 @@ class FP4Linear(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         # What is derived is made again in the copy; and pickle does not know float8 tensors, so their bytes go.
-        buffers = {
-            name: t if t is None else t.view(torch.uint8) if t.element_size() == 1 else t
-            for name, t in self._buffers.items()
-        }
-        return {**self.__dict__, "_buffers": buffers, "_decided": None}
+        held = self._buffers.items()
+        buffers = {name: t if t is None or t.element_size() > 1 else t.view(torch.uint8) for name, t in held}
+        if self.part is not None:
+            buffers["values"] = None
+        return {**self.__dict__, "_buffers": buffers, "_decided": None, "part": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -377,24 +398,3 @@ def _blocks(transform: Transform | None, matrix: Tensor | None) -> Blocks | None
 def _refresh(layer: nn.Module, _: object) -> None:
     assert isinstance(layer, FP4Linear)
     layer.refresh()
-
-
-class RotatedLinear(nn.Linear):
-    """An unquantized linear layer behind online transforms: y = rotate(rotate(x) W'^T + b'). Inference only."""
-
-    def __init__(
-        self, linear: nn.Linear, input_transform: Transform | None, output_transform: Transform | None
-    ) -> None:
-        super().__init__(linear.in_features, linear.out_features, bias=False, device="meta")
-        self.weight, self.bias = linear.weight, linear.bias
-        self.input_transform, self.output_transform = input_transform, output_transform
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x (..., in_features) -> (..., out_features) of x.dtype."""
-        return _turn(super().forward(_turn(x, self.input_transform)), self.output_transform)
-
-
-def _turn(x: Tensor, transform: Transform | None) -> Tensor:
-    if transform is None:
-        return x
-    return ops.rotate(x, transform.operand(x.device), transform.factor, transform.transpose)

@@ -49,7 +49,7 @@ _library.define(
 _library.define(
     f"fp4_linear(Tensor x, {_WEIGHT}Tensor? input_matrix, float input_factor, bool input_transpose, "
     "Tensor? output_matrix, float output_factor, bool output_transpose, bool quantize, Tensor? encode_scale, "
-    "str recipe, str rule, str backend) -> Tensor"
+    "str recipe, str rule, str backend, int[]? rows=None) -> Tensor"
 )
 
 
@@ -337,24 +337,27 @@ def _fp4_linear(
     recipe: str,
     rule: str,
     backend: str,
+    rows: list[int] | None = None,
 ) -> Tensor:
     op, fmt = "fp4_linear", get_format(format)
     checks.x(op, x, weight, block_scale, tensor_scale, bias, input_matrix, output_matrix, encode_scale)
     k = x.shape[-1]
     checks.blocks(op, k, input_matrix)
-    checks.weight(op, k, weight, block_scale, tensor_scale, output_sizes, bias, fmt)
-    checks.blocks(op, weight.shape[0], output_matrix)
+    checks.weight(op, k, weight, block_scale, tensor_scale, output_sizes, bias, fmt, rows)
+    first, n = (0, weight.shape[0]) if rows is None else rows
+    checks.blocks(op, n, output_matrix)
     if quantize:
         checks.quantizer(op, k, fmt, encode_scale, recipe, rule)
-    shape = (*x.shape[:-1], weight.shape[0])
+    shape = (*x.shape[:-1], n)
     if not run:
         return x.new_empty(shape)
+    part = None if rows is None else (first, n)
     y = compose.linear(
         op_backend(op, x.device, backend),
         compose.rows(x),
         Layer(
-            Weight(weight, block_scale, tensor_scale, tuple(output_sizes), fmt),
-            bias,
+            Weight(weight, block_scale, tensor_scale, tuple(output_sizes), fmt, part),
+            bias if bias is None or part is None else bias[first : first + n],
             _blocks(input_matrix, input_factor, input_transpose),
             _blocks(output_matrix, output_factor, output_transpose),
             Quantizer(fmt, encode_scale, recipe, rule) if quantize else None,
@@ -389,3 +392,6 @@ for _operator in (
     _fp4_linear,
 ):
     _register(_operator.__name__[1:], _operator)
+
+FP4_LINEAR = torch.ops.quarterturn.fp4_linear
+"""What FP4Linear calls where torch looks on."""

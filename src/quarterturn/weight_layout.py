@@ -29,11 +29,13 @@ It is exact, except that an MXFP4 scale 2^118 times smaller than the largest (or
 `inverse` gives back codes and scales bit for bit, except codes under a zero scale or MXFP4's NaN, which come back as 0.
 
 **Stored.** `stored` puts fragments and an fp32 number a row into one int32 tensor of N rows, which a layer keeps beside
-its codes and hands to the ops in their place; `from_stored` gives views of it.
+its codes and hands to the ops in their place; `from_stored` gives views of it. `joined` puts several weights behind
+each other, of which it gives views too.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -55,7 +57,9 @@ PAIR = 0x81C081C0
 ROWS, BLOCK, SCALE_BLOCKS = 16, 64, 4
 """Rows of a tile, values of a block along K, blocks whose scales lie together."""
 
-_PADDED_ROWS = 64
+PADDED_ROWS = 64
+"""Rows that a weight is filled up to a multiple of, and at multiples of which those that are joined begin."""
+
 _CHUNK = 1 << 24
 """Bytes of codes that are permuted at a time: temporary tensors take some ten times as much."""
 
@@ -81,7 +85,7 @@ def forward(codes: Tensor, block_scale: Tensor, fmt: FP4Format) -> Fragments:
     """
     n, k = codes.shape[0], 2 * codes.shape[1]
     stored, exponent, empty = _encode_scale(block_scale.view(torch.uint8), fmt)
-    fragments = codes.new_zeros(-(-n // _PADDED_ROWS) * _PADDED_ROWS // ROWS, -(-k // BLOCK), 32, 4, dtype=torch.int32)
+    fragments = codes.new_zeros(-(-n // PADDED_ROWS) * PADDED_ROWS // ROWS, -(-k // BLOCK), 32, 4, dtype=torch.int32)
     step = max(_CHUNK // (codes.shape[1] or 1) // ROWS, 1) * ROWS
     for start in range(0, n, step):
         part, dropped = codes[start : start + step], empty[start : start + step]
@@ -115,18 +119,37 @@ def stored(weight: Fragments, alpha: Tensor) -> Tensor | None:
     """Fragments and alpha fp32 (N) -> int32 (N, `stored_width`); None for an exponent that is not STORED_EXPONENT."""
     if weight.exponent != STORED_EXPONENT:
         return None
-    width = stored_width(weight.n, weight.k, weight.format)
-    out = weight.codes.new_zeros(weight.n, width)
-    parts = _parts(out, weight.k, weight.format)
-    for part, source in zip(parts, (weight.codes, weight.scales, alpha), strict=True):
+    return joined([(weight, alpha)])
+
+
+def joined(weights: Sequence[tuple[Fragments, Tensor]]) -> Tensor:
+    """Fragments of STORED_EXPONENT and equal K and format, with their alpha, behind each other: stored as one weight.
+
+    All N but the last are multiples of PADDED_ROWS.
+    """
+    head, n = weights[0][0], sum(weight.n for weight, _ in weights)
+    data, first = head.codes.new_zeros(n, stored_width(n, head.k, head.format)), 0
+    for weight, alpha in weights:
+        assert first % PADDED_ROWS == 0, first
+        put(data, weight, alpha, (first, weight.n))
+        first += weight.n
+    return data
+
+
+def put(data: Tensor, weight: Fragments, alpha: Tensor, rows: tuple[int, int]) -> None:
+    """Write a weight and its alpha over the rows (first, count) of what is stored."""
+    there, factor = from_stored(data, weight.k, weight.format, rows)
+    for part, source in ((there.codes, weight.codes), (there.scales, weight.scales), (factor, alpha)):
         part.copy_(source)
-    return out
 
 
-def from_stored(data: Tensor, k: int, fmt: FP4Format) -> tuple[Fragments, Tensor]:
-    """int32 (N, `stored_width`) -> fragments and alpha fp32 (N), views of it."""
+def from_stored(data: Tensor, k: int, fmt: FP4Format, rows: tuple[int, int] | None = None) -> tuple[Fragments, Tensor]:
+    """int32 (N, `stored_width`) -> fragments and alpha fp32 (N), views of it; of the rows (first, count), or all."""
     codes, scales, alpha = _parts(data, k, fmt)
-    return Fragments(codes, scales, data.shape[0], k, fmt, STORED_EXPONENT), alpha
+    first, count = rows or (0, data.shape[0])
+    tiles = slice(first // ROWS, -(-(first + count) // PADDED_ROWS) * PADDED_ROWS // ROWS)
+    part = Fragments(codes[tiles], scales[tiles], count, k, fmt, STORED_EXPONENT)
+    return part, alpha[first : first + count]
 
 
 def stored_width(n: int, k: int, fmt: FP4Format) -> int:
@@ -137,14 +160,14 @@ def stored_width(n: int, k: int, fmt: FP4Format) -> int:
 
 def _counts(n: int, k: int, fmt: FP4Format) -> tuple[int, int]:
     """Words of codes and bytes of scales."""
-    tiles, blocks = -(-n // _PADDED_ROWS) * _PADDED_ROWS // ROWS, -(-k // BLOCK)
+    tiles, blocks = -(-n // PADDED_ROWS) * PADDED_ROWS // ROWS, -(-k // BLOCK)
     return tiles * blocks * 128, tiles * -(-blocks // SCALE_BLOCKS) * (8 * BLOCK // fmt.group_size) * 2 * SCALE_BLOCKS
 
 
 def _parts(data: Tensor, k: int, fmt: FP4Format) -> tuple[Tensor, Tensor, Tensor]:
     n, flat = data.shape[0], data.view(-1)
     codes, scales = _counts(n, k, fmt)
-    tiles, blocks = -(-n // _PADDED_ROWS) * _PADDED_ROWS // ROWS, -(-k // BLOCK)
+    tiles, blocks = -(-n // PADDED_ROWS) * PADDED_ROWS // ROWS, -(-k // BLOCK)
     return (
         flat[:codes].view(tiles, blocks, 32, 4),
         flat[codes : codes + scales // 4].view(torch.uint8).view(tiles, -(-blocks // SCALE_BLOCKS), -1, 8),

@@ -15,13 +15,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import lru_cache
+from itertools import accumulate
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from .. import weight_layout
 from ..tensor import FP4Tensor, per_output
-from . import any_torch, gpu_launch
+from . import any_torch, gpu_launch, gpu_pieces
 from .gpu_matmul import MOST_TOKENS, few
 from .gpu_matmul_many import Workspace, by_library, many, workspace
 from .gpu_tuned import few_cut, many_cut
@@ -64,15 +66,18 @@ def matmul(
     ordered: bool = False,
 ) -> Tensor:
     """x (M, K) values times a weight that `prepare` made -> (M, N) of out_dtype. ordered: see takes_order."""
-    fmt, (m, k), n = weight.format, x.shape, weight.data.shape[0]
-    fragments, alpha = weight_layout.from_stored(weight.data, k, fmt)
+    fmt, (m, k), n = weight.format, x.shape, weight.n
+    fragments, alpha = weight_layout.from_stored(weight.data, k, fmt, weight.rows)
     if x.dtype == torch.float32 or (x.dtype == torch.float16 and fmt.has_e8m0_scale):
         codes, scales = weight_layout.inverse(fragments)
-        packed = replace(weight, data=codes, block_scale=scales.view(torch.uint8))
+        scale, sizes = ranges(weight)
+        packed = Weight(codes, scales.view(torch.uint8), scale, sizes, fmt)
         return any_torch.matmul(x, None, x_tensor_scale, packed, bias, out_dtype)
     out = torch.empty(m, n, dtype=out_dtype, device=x.device)
     if not out.numel():
         return out
+    if gpu_pieces.is_capturing(x):
+        _CAPTURED[weight.data] = True
     if not x.is_contiguous() or x.data_ptr() % 16:
         x = x.clone(memory_format=torch.contiguous_format)
     with gpu_launch.on_device(x.device):
@@ -88,6 +93,25 @@ def matmul(
             return many(x, fragments, alpha, scale, bias, _space(x.device), out, ordered, chosen)
         assert not ordered
         return by_library(x, fragments, alpha, scale, bias, out)
+
+
+def is_captured(data: Tensor) -> bool:
+    """Whether a CUDA graph may read this weight, which must then stay where it is."""
+    return data in _CAPTURED
+
+
+_CAPTURED: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def ranges(weight: Weight) -> tuple[Tensor, tuple[int, ...]]:
+    """Tensor scales and sizes of the output ranges that the weight's rows are in."""
+    if weight.rows is None:
+        return weight.tensor_scale, weight.output_sizes
+    ends = list(accumulate(weight.output_sizes))
+    first, last = weight.rows[0], sum(weight.rows)
+    inside = [min(end, last) - max(end - size, first) for end, size in zip(ends, weight.output_sizes, strict=True)]
+    kept = [i for i, size in enumerate(inside) if size > 0]
+    return weight.tensor_scale[kept[0] : kept[-1] + 1], tuple(inside[i] for i in kept)
 
 
 def _hopper(x: Tensor) -> bool:

@@ -10,10 +10,14 @@ multiple of 64), all else takes the portable one of rotate_quantize.py: both mul
 fp32 and round in the same way. A matrix is looked at once, at its first use, and the form that the kernels multiply is
 kept beside it: `matrix.data` must not be written to in place on a GPU.
 
-Weights are decoded to bf16 once and multiplied by the library; with `weights="packed"` they stay at 4.5 bits, in
-fragments that kernels of our own decode on the way to the matrix units (gpu_product.py). Wider Hadamard matrices turn
-bf16 and fp16 in one pass on GPUs of capability 9.0 (gpu_wide.py), elsewhere and in fp32 any_torch turns by them, in
-float64 by their factors.
+With `weights="packed"` weights stay at 4.5 bits, in fragments that kernels of our own decode on the way to the matrix
+units (gpu_product.py); else they are decoded to bf16 once and multiplied by the library. `auto` takes fragments on a
+GPU of capability 9.0, where their tests were run (NVIDIA H200, Triton 3.6), and decodes on others, where they were not.
+fp32 input, and fp16 with MXFP4, has no kernel for fragments and decodes them at every call: ask for "decoded" there.
+Siblings that read the same input are one product (fused.py).
+
+Wider Hadamard matrices turn bf16 and fp16 in one pass on GPUs of capability 9.0 (gpu_wide.py), elsewhere and in fp32
+any_torch turns by them, in float64 by their factors.
 """
 
 from __future__ import annotations
@@ -33,6 +37,9 @@ from .gpu_pieces import is_capturing, is_met
 from .protocol import Blocks, Layer, Problem, Quantizer, Weight
 
 NAME = "gpu_triton"
+TESTED = ((9, 0),)
+"""Capabilities where the tests of layers with weights in fragments were run."""
+
 FUSED_SIZES = (16, 32, 64, 128)
 FLOAT64_UNITS = ((8, 0), (9, 0))
 """Capabilities on which Triton's float64 product runs on matrix units. Elsewhere it does not compile (10.0, R = 16),
@@ -61,9 +68,12 @@ def refuses(problem: Problem) -> list[str]:
 
 
 def prepare(weight: FP4Tensor, mode: str) -> Tensor | None:
-    """For mode 'packed' fragments (gpu_product.py) where they can be; else as any_torch, which then multiplies."""
-    if mode == "packed" and gpu_product.runs_on(weight.device):
-        return gpu_product.prepare(weight)
+    """For mode 'packed' fragments (gpu_product.py) where they can be, for 'auto' where their tests were run; else as
+    any_torch, which then multiplies."""
+    device = weight.device
+    if gpu_product.runs_on(device) and (mode == "packed" or (mode == "auto" and capability_of(device) in TESTED)):
+        made = gpu_product.prepare(weight)
+        return made if made is not None or mode == "packed" else any_torch.prepare(weight, mode)
     return any_torch.prepare(weight, mode)
 
 

@@ -69,6 +69,13 @@ class Weight:
     tensor_scale: Tensor
     output_sizes: tuple[int, ...]
     format: FP4Format
+    rows: tuple[int, int] | None = None
+    """Of fragments that hold the weights of several layers: the first and the number of rows meant here."""
+
+    @property
+    def n(self) -> int:
+        """Outputs."""
+        return self.data.shape[0] if self.rows is None else self.rows[1]
 
 
 @dataclass(frozen=True, eq=False)

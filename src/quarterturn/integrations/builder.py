@@ -12,7 +12,8 @@ from ..checkpoint.config import asked_for, matches
 from ..checkpoint.files import refuse
 from ..checkpoint.read import INPUT_ENCODE, PACKED, SCALE, WEIGHT_ENCODE
 from ..checkpoint.stored import StoredMatrix
-from ..linear import FP4Linear, RotatedLinear
+from ..linear import FP4Linear
+from ..rotated_linear import RotatedLinear
 from .experts import cannot_separate, expert_names, fused_experts, separate
 
 RENAMED = {PACKED: "codes", SCALE: "block_scale", WEIGHT_ENCODE: "encode_scale", INPUT_ENCODE: "input_encode_scale"}

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..compiled import compile_options
 from .experts import SeparateExperts
 from .models import cache_argument, is_encoder_decoder
 
@@ -112,7 +113,8 @@ class StaticDecoder:
         run: Callable[[], Tensor] = step
         if way == "compiled":
             # Rounded where the model's own code rounds: FP4 makes another code of what is rounded elsewhere.
-            run = torch.compile(step, fullgraph=True, dynamic=False, options={"emulate_precision_casts": True})
+            options = compile_options(emulate_precision_casts=True)
+            run = torch.compile(step, fullgraph=True, dynamic=False, options=options)
 
         def without_gradients() -> Tensor:
             with torch.no_grad():

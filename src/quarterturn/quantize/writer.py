@@ -30,7 +30,8 @@ from ..checkpoint.write import (
 from ..errors import missing_package, refusal
 from ..integrations.builder import RENAMED
 from ..integrations.experts import fused_experts
-from ..linear import FP4Linear, RotatedLinear
+from ..linear import FP4Linear
+from ..rotated_linear import RotatedLinear
 from ..transforms import Transform
 from .atomic import new_folder
 

@@ -1,0 +1,581 @@
+"""Siblings whose weights lie in one tensor: one product gives the results of all, whatever happens between their calls.
+
+Without a GPU: the places of its kernels are taken by stand-ins that multiply in float64, where results of one product
+and of several are equal bit for bit, and CPU tensors are taken for ones on a stream of a GPU.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from comparing import assert_same_bits
+from quarterturn import FP4Linear, backends, compile_options, hadamard, random_hadamard, sharing
+from quarterturn.backends import any_torch, gpu_product, gpu_triton
+from quarterturn.compiled import merge_siblings
+from quarterturn.errors import Refusal
+from quarterturn.formats import FORMATS
+from quarterturn.sharing import Place, tie
+from test_gpu_product import called, weight_of  # noqa: F401
+
+BF16 = torch.bfloat16
+K = 192
+SIZES = (128, 64, 100)
+
+AT_ONCE = Place(7, None)
+
+
+@dataclass
+class Gpu:
+    """The GPU that there seems to be: what its kernels were asked for, and where calls are made."""
+
+    products: list[str]
+    turned: list[int] = field(default_factory=list)
+    place: Place = AT_ONCE
+
+
+@pytest.fixture
+def gpu(called: list[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:  # noqa: F811
+    found = Gpu(called)
+
+    def turn(*arguments, **options):
+        assert not options
+        found.turned.append(arguments[0].shape[0])
+        return any_torch.rotate_quantize_dequantize(*arguments)
+
+    monkeypatch.setattr(gpu_triton, "missing", lambda *_: [])
+    monkeypatch.setattr(gpu_triton, "rotate", any_torch.rotate)
+    monkeypatch.setattr(gpu_triton, "rotate_quantize_dequantize", turn)
+    monkeypatch.setattr(gpu_product, "runs_on", lambda device: True)
+    monkeypatch.setattr(sharing, "place_of", lambda x: found.place)
+    backends.op_backend.cache_clear()
+    yield found
+    backends.op_backend.cache_clear()
+
+
+def layer_of(n: int, seed: int = 0, **options) -> FP4Linear:
+    fmt, bias = FORMATS[options.pop("fmt", "nvfp4")], options.pop("bias", False)
+    ranges = options.pop("ranges", ())
+    weight = weight_of(fmt, n, K, ranges)
+    weight.codes.random_(0, 256, generator=torch.Generator().manual_seed(seed))
+    given = {"input_transform": hadamard(16), "activations": "fp4", "weights": "packed", **options}
+    if fmt.has_tensor_scale and given["activations"] == "fp4" and "recipe" not in given:
+        given["input_encode_scale"] = 100.0
+    layer = FP4Linear.from_tensor(weight, bias=torch.randn(n).to(BF16) if bias else None, backend="gpu_triton", **given)
+    assert layer.explain().weights == "packed, in fragments"
+    return layer
+
+
+class Attention(nn.Module):
+    """Three layers of one input, and one of the same width that reads something else."""
+
+    def __init__(self, **options) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (layer_of(n, seed, **options) for seed, n in enumerate(SIZES))
+        self.o = layer_of(K, 9, **options)
+
+    def layers(self) -> list[FP4Linear]:
+        return [self.q, self.k, self.v]
+
+    def forward(self, x: Tensor, between: Callable[[], object] = lambda: None) -> list[Tensor]:
+        found = [self.q(x)]
+        for layer in (self.k, self.v):
+            between()
+            found.append(layer(x))
+        return [*found, self.o(torch.cat((found[0], found[0]), -1)[..., :K].contiguous())]
+
+
+def tied(**options) -> tuple[Attention, Attention]:
+    """The same layers, put together by a call, and each alone."""
+    alone = Attention(**options)
+    together = copy.deepcopy(alone)
+    tie(together, FP4Linear)
+    with torch.no_grad():
+        together(torch.randn(2, K).to(BF16))
+        together(torch.randn(2, K).to(BF16))
+    return together, alone
+
+
+def is_fused(model: Attention) -> bool:
+    wholes = {id(layer.part.whole) for layer in model.layers() if layer.part is not None}
+    return len(wholes) == 1 and all(layer.part for layer in model.layers()) and model.o.part is None
+
+
+def same(got: list[Tensor], want: list[Tensor], what: str = "") -> None:
+    for name, a, b in zip("qkvo", got, want, strict=True):
+        assert_same_bits(a.contiguous(), b, f"{name} {what}")
+
+
+def x_of(*shape: int) -> Tensor:
+    return torch.randn(*shape, K).to(BF16)
+
+
+OPTIONS = {
+    "nvfp4": {},
+    "bias": {"bias": True},
+    "mxfp4": {"fmt": "mxfp4"},
+    "W4A16": {"activations": "bf16", "input_transform": random_hadamard(32)},
+    "token": {"recipe": "token"},
+    "no transform": {"input_transform": None, "activations": "bf16"},
+}
+every_kind = pytest.mark.parametrize("options", OPTIONS.values(), ids=list(OPTIONS))
+
+
+@every_kind
+def test_one_product_gives_what_layers_alone_give(gpu: Gpu, options) -> None:
+    together, alone = tied(**options)
+    assert is_fused(together)
+    with torch.no_grad():
+        for shape in ((1,), (16,), (17,), (2, 3), (0,)):
+            x = x_of(*shape)
+            gpu.products.clear()
+            got = together(x)
+            made = list(gpu.products)
+            same(got, alone(x), str(shape))
+            assert len(made) == (2 if x.numel() else 0), made
+            assert got[0].shape == (*shape, SIZES[0])
+
+
+def test_the_input_is_turned_once_before_and_after(gpu: Gpu) -> None:
+    alone = Attention()
+    together = copy.deepcopy(alone)
+    tie(together, FP4Linear)
+    with torch.no_grad():
+        for _ in range(3):  # the first leaves a share of what is turned, which shows who takes it
+            x = x_of(5)
+            gpu.turned.clear()
+            got = together(x)
+            assert gpu.turned == [5, 5]
+            same(got, alone(x))
+    assert is_fused(together)
+
+
+def test_nothing_is_held_twice(gpu: Gpu) -> None:
+    together, _ = tied()
+    whole = together.q.part.whole.data
+    assert whole.shape[0] == sum(SIZES)
+    assert all(layer.values is whole for layer in together.layers())
+    gc.disable()
+    try:
+        before = weakref.ref(whole)
+        del whole, together
+        assert before() is None
+    finally:
+        gc.enable()
+
+
+def test_what_was_held_before_is_freed_at_once(gpu: Gpu) -> None:
+    model = Attention()
+    tie(model, FP4Linear)
+    gone = [weakref.ref(layer.values) for layer in model.layers()]
+    gc.disable()
+    try:
+        with torch.no_grad():
+            model(x_of(2)), model(x_of(2))
+        assert is_fused(model)
+        assert [one() for one in gone] == [None] * 3
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x: x.mul_(2),
+        lambda x: x[0, 5:6].fill_(9),
+        lambda x: x.view(-1)[3:4].zero_(),
+        lambda x: setattr(x, "data", x.data * 3),
+        lambda x: x.set_(torch.ones_like(x)),
+    ],
+    ids=["mul", "one number", "through a view", "data", "set"],
+)
+def test_a_change_of_x_between_siblings(gpu: Gpu, change) -> None:
+    together, alone = tied()
+    with torch.no_grad():
+        x = x_of(3)
+        y = x.clone()
+        same(together(x, lambda: change(x)), alone(y, lambda: change(y)))
+        x = x_of(3)
+        same(together(x), alone(x), "after that")
+
+
+def test_another_stream_or_capture_takes_nothing(gpu: Gpu) -> None:
+    """What one capture records is in its graph alone, though the tensor and the stream be the same."""
+    for here, there in (((7, None), (8, None)), ((7, None), (7, 1)), ((7, 1), (7, 2)), ((7, 1), (7, None))):
+        gpu.place = Place(7, None)
+        together, alone = tied()
+        x = x_of(4)
+        with torch.no_grad():
+            want = alone(x)
+            gpu.products.clear()
+            gpu.place = Place(*here)
+            together.q(x)
+            gpu.place = Place(*there)
+            assert_same_bits(together.k(x).contiguous(), want[1])
+            assert gpu.products == ["few", "few"], there
+            assert_same_bits(together.v(x).contiguous(), want[2])
+
+
+def test_nothing_is_put_together_while_a_graph_is_captured(gpu: Gpu) -> None:
+    alone = Attention()
+    together = copy.deepcopy(alone)
+    tie(together, FP4Linear)
+    x = x_of(4)
+    gpu.place = Place(7, 3)
+    with torch.no_grad():
+        for _ in range(3):
+            same(together(x), alone(x))
+        assert not any(layer.part for layer in together.layers())
+        gpu.place = Place(7, None)
+        together(x_of(4)), together(x_of(4))
+        assert is_fused(together)
+
+
+def test_weights_that_a_graph_reads_stay_where_they_are(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = Attention()
+    together = copy.deepcopy(alone)
+    tie(together, FP4Linear)
+    with torch.no_grad():
+        monkeypatch.setattr(gpu_product.gpu_pieces, "is_capturing", lambda x: True)
+        together.k(x_of(4))
+        monkeypatch.setattr(gpu_product.gpu_pieces, "is_capturing", lambda x: False)
+        for _ in range(3):
+            x = x_of(4)
+            same(together(x), alone(x))
+        assert not any(layer.part for layer in together.layers())
+        together.k.load_state_dict(alone.k.state_dict())
+        same(together(x), alone(x))
+
+
+def test_a_tensor_of_inference_mode_is_not_shared(gpu: Gpu) -> None:
+    together, alone = tied()
+    with torch.inference_mode():
+        x = x_of(3)
+        gpu.products.clear()
+        same(together(x), alone(x))
+        assert gpu.products[:4] == ["few"] * 4
+
+
+def test_results_are_the_callers_own(gpu: Gpu) -> None:
+    together, alone = tied()
+    with torch.no_grad():
+        x = x_of(3)
+        want = alone(x)
+        q, k = together.q(x), together.k(x)
+        q.zero_(), k.fill_(7)
+        assert_same_bits(together.k(x).contiguous(), want[1], "k again")
+        assert_same_bits(together.v(x).contiguous(), want[2], "v")
+        assert_same_bits(together.q(x).contiguous(), want[0], "q again")
+
+
+@pytest.mark.parametrize(
+    "how", ["load_state_dict", "copy_", "data", "scale", "encode", "bias", "to", "weights", "half"]
+)
+def test_a_sibling_that_changes(gpu: Gpu, how: str) -> None:
+    together, alone = tied(bias=True)
+    other = Attention(bias=True, input_transform=hadamard(16)).v
+    other.codes.random_(0, 256)
+
+    def change(model: Attention) -> None:
+        v = model.v
+        if how == "load_state_dict":
+            v.load_state_dict(other.state_dict())
+        elif how == "copy_":
+            v.codes.copy_(other.codes)
+        elif how == "data":
+            v.codes.data = other.codes.clone()
+        elif how == "scale":
+            v.input_encode_scale.mul_(2)
+        elif how == "encode":
+            v.encode_scale.mul_(2)
+        elif how == "bias":
+            v.bias.mul_(-3)
+        elif how == "to":
+            v.to("cpu")
+        elif how == "weights":
+            v.weights = "decoded"
+        else:
+            v.half()
+
+    with torch.no_grad():
+        for step in range(4):
+            x = x_of(3)
+            got, want = [together.q(x)], [alone.q(x)]
+            if step == 1:
+                change(together), change(alone)
+            got += [together.k(x), together.v(x)]
+            want += [alone.k(x), alone.v(x)]
+            for name, a, b in zip("qkv", got, want, strict=True):
+                assert_same_bits(a.contiguous(), b, f"{name} at step {step}")
+    fits = how in ("load_state_dict", "copy_", "data", "encode", "bias", "to", "scale")
+    assert (together.v.part is not None) == fits
+    if fits:
+        assert together.v.part.whole is together.q.part.whole
+
+
+def test_all_siblings_loaded_again_stay_together_and_where_they_were(gpu: Gpu) -> None:
+    """A graph that was captured reads there; scales change one after the other, so that they differ meanwhile."""
+    together, _ = tied(bias=True)
+    whole, other = together.q.part.whole, Attention(bias=True)
+    for layer in (*other.layers(), other.o):
+        layer.codes.random_(0, 256)
+        layer.input_encode_scale.mul_(1.5)
+    places = [t.data_ptr() for t in whole.buffers()]
+    together.load_state_dict(other.state_dict())
+    assert together.v.part.whole is whole
+    assert whole.agree
+    assert [t.data_ptr() for t in whole.buffers()] == places
+    assert whole.encode_scale.item() == 150.0
+    with torch.no_grad():
+        x = x_of(3)
+        gpu.products.clear()
+        got = together(x)
+        assert gpu.products == ["few", "few"]
+        same(got, other(x))
+
+
+def test_one_that_left_comes_back(gpu: Gpu) -> None:
+    together, alone = tied()
+    whole = weakref.ref(together.q.part.whole)
+    together.k.weights = "decoded"
+    with torch.no_grad():
+        for _ in range(3):
+            x = x_of(3)
+            want = alone(x)
+            assert_same_bits(together(x)[0].contiguous(), want[0])
+        assert together.k.part is None
+        together.k.weights = "packed"
+        for _ in range(4):
+            x = x_of(3)
+            same(together(x), alone(x))
+    assert is_fused(together)
+    assert whole() is None
+
+
+def test_siblings_that_read_something_else_are_multiplied_by_themselves(gpu: Gpu) -> None:
+    together, alone = tied()
+    with torch.no_grad():
+        for _ in range(sharing.PATIENCE + 2):
+            a, b = x_of(3), x_of(3)
+            got = [together.q(a), together.k(b), together.v(a)]
+            for layer, x, y in zip(alone.layers(), (a, b, a), got, strict=True):
+                assert_same_bits(y.contiguous(), layer(x))
+        assert is_fused(together)
+    team = together.q.siblings._teams[together.q.current_plan(BF16)]
+    assert not team.others, "after some patience nothing is made for those that do not take it"
+
+
+def test_one_odd_call_does_not_part_them(gpu: Gpu) -> None:
+    together, alone = tied()
+    with torch.no_grad():
+        for _ in range(2 * sharing.PATIENCE):
+            odd = x_of(3)
+            assert_same_bits(together.q(odd).contiguous(), alone.q(odd))
+            x = x_of(3)
+            gpu.products.clear()
+            got = together(x)
+            assert gpu.products == ["few", "few"]
+            same(got, alone(x))
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "save"])
+def test_copies_are_put_together_anew(gpu: Gpu, how: str) -> None:
+    together, alone = tied(bias=True)
+    if how == "deepcopy":
+        made = copy.deepcopy(together)
+    elif how == "pickle":
+        made = pickle.loads(pickle.dumps(together))
+    else:
+        buffer = io.BytesIO()
+        torch.save(together, buffer)
+        made = torch.load(io.BytesIO(buffer.getvalue()), weights_only=False)
+    assert not any(layer.part for layer in made.layers())
+    assert is_fused(together)
+    with torch.no_grad():
+        for _ in range(3):
+            x = x_of(3)
+            want = alone(x)
+            same(made(x), want)
+            same(together(x), want)
+    assert is_fused(made)
+    assert made.q.part.whole is not together.q.part.whole
+    alone_bytes = len(pickle.dumps(alone.q))
+    assert len(pickle.dumps(together.q)) <= alone_bytes, "a layer copied by itself takes nothing along"
+
+
+def test_what_is_held_together_is_in_no_state_dict_and_no_list_of_modules(gpu: Gpu) -> None:
+    together, alone = tied(bias=True)
+    assert set(together.state_dict()) == set(alone.state_dict())
+    assert [name for name, _ in together.named_modules()] == [name for name, _ in alone.named_modules()]
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ({}, {"input_transform": random_hadamard(16, seed=2)}),
+        ({}, {"input_transform": None}),
+        ({}, {"recipe": "token"}),
+        ({}, {"activations": "bf16"}),
+        ({}, {"bias": True}),
+        ({"fmt": "mxfp4"}, {"fmt": "nvfp4"}),
+        ({}, {"output_transform": hadamard(32)}),
+    ],
+    ids=["matrix", "transform", "recipe", "activations", "bias", "format", "output"],
+)
+def test_what_is_not_equal_is_not_put_together(gpu: Gpu, first, second) -> None:
+    pair = nn.Sequential(layer_of(64, 1, **first), layer_of(64, 2, **second))
+    want = copy.deepcopy(pair)
+    tie(pair, FP4Linear)
+    with torch.no_grad():
+        for _ in range(3):
+            x = x_of(3)
+            for layer, alone in zip(pair, want, strict=True):
+                assert_same_bits(layer(x), alone(x))
+    assert not any(layer.part for layer in pair)
+
+
+def test_sizes_that_lie_badly_go_last_or_stay_apart(gpu: Gpu) -> None:
+    odd = nn.Sequential(layer_of(100, 1), layer_of(64, 2), layer_of(128, 3, ranges=(70, 58)))
+    worse = nn.Sequential(layer_of(100, 1), layer_of(40, 2))
+    for model, fused in ((odd, True), (worse, False)):
+        want = copy.deepcopy(model)
+        tie(model, FP4Linear)
+        with torch.no_grad():
+            for _ in range(3):
+                for dtype in (BF16, torch.float32):
+                    x = x_of(3).to(dtype)
+                    for layer, alone in zip(model, want, strict=True):
+                        assert_same_bits(layer(x).contiguous(), alone(x))
+        assert all((layer.part is not None) == fused for layer in model)
+    assert odd[0].part.first == 192
+
+
+def test_fp32_goes_by_codes_made_again(gpu: Gpu) -> None:
+    together, alone = tied(ranges=(), bias=True)
+    with torch.no_grad():
+        for _ in range(2):
+            x = torch.randn(3, K)
+            same(together(x), alone(x))
+
+
+# ---- the operator, and torch.compile
+
+
+def test_the_operator_multiplies_rows(gpu: Gpu) -> None:
+    together, alone = tied(bias=True)
+    x = x_of(3)
+    with torch.no_grad(), torch.autocast("cpu", BF16):  # which has to see the operator
+        for layer, other in zip(together.layers(), alone.layers(), strict=True):
+            assert_same_bits(layer(x), other(x))
+    arguments = list(together.k._operands())
+    for wrong in ([16, 64], [128, 65 + 100], [128], [-64, 64], [0, 0]):
+        with pytest.raises(Refusal, match="rows \\(first, count\\)"):
+            torch.ops.quarterturn.fp4_linear(x, *arguments[:-1], wrong)
+
+
+class Calls:
+    """A backend for torch.compile that counts calls of the operator before and after they are merged."""
+
+    def __init__(self) -> None:
+        self.before = self.after = 0
+
+    def __call__(self, module: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable:
+        from torch._dynamo.backends.common import aot_autograd
+
+        def compiler(graph: torch.fx.GraphModule, _: list[Tensor]) -> Callable:
+            self.before += (before := self._count(graph))
+            saved = merge_siblings(graph.graph)
+            graph.graph.lint()
+            graph.recompile()
+            self.after += self._count(graph)
+            assert saved == before - self._count(graph)
+            return graph.forward
+
+        return aot_autograd(fw_compiler=compiler)(module, inputs)
+
+    @staticmethod
+    def _count(graph: torch.fx.GraphModule) -> int:
+        return sum(node.target is torch.ops.quarterturn.fp4_linear.default for node in graph.graph.nodes)
+
+
+@every_kind
+def test_compiled_siblings_are_one_call(gpu: Gpu, options) -> None:
+    together, alone = tied(**options)
+    torch._dynamo.reset()
+    calls = Calls()
+    compiled = torch.compile(together, fullgraph=True, backend=calls, dynamic=False)
+    with torch.no_grad():
+        x = x_of(2, 3)
+        same(compiled(x), alone(x))
+        assert (calls.before, calls.after) == (4, 2)
+        gpu.products.clear()
+        same(compiled(x + 1), alone(x + 1))
+        assert len(gpu.products) == 2 + 4
+
+
+def test_compiled_siblings_without_the_pass_are_multiplied_each(gpu: Gpu) -> None:
+    together, alone = tied(bias=True)
+    torch._dynamo.reset()
+    with torch.no_grad():
+        x = x_of(3)
+        same(torch.compile(together, fullgraph=True, backend="aot_eager")(x), alone(x))
+
+
+def test_an_x_that_is_written_to_between_compiled_siblings(gpu: Gpu) -> None:
+    together, alone = tied()
+    torch._dynamo.reset()
+
+    def run(model: Attention, x: Tensor) -> list[Tensor]:
+        x = x * 1
+        first = model.q(x)
+        x.mul_(2)
+        return [first, model.k(x), model.v(x), model.o(x)]
+
+    calls = Calls()
+    with torch.no_grad():
+        x = x_of(3)
+        same(torch.compile(lambda x: run(together, x), fullgraph=True, backend=calls)(x), run(alone, x))
+    assert (calls.before, calls.after) == (4, 3)
+
+
+def test_compiled_siblings_that_do_not_agree(gpu: Gpu) -> None:
+    together, alone = tied()
+    torch._dynamo.reset()
+    calls = Calls()
+    compiled = torch.compile(together, fullgraph=True, backend=calls, dynamic=False)
+    with torch.no_grad():
+        x = x_of(3)
+        same(compiled(x), alone(x))
+        for model in (together, alone):
+            model.v.input_encode_scale.mul_(2)
+            model.v.refresh()
+        same(compiled(x), alone(x))
+    assert (calls.before, calls.after) == (8, 2 + 4)
+
+
+def test_views_of_what_was_merged(gpu: Gpu) -> None:
+    """A view that lies-apart rows do not have."""
+    together, alone = tied()
+    torch._dynamo.reset()
+
+    def run(model: Attention, x: Tensor) -> list[Tensor]:
+        return [model.q(x).view(-1, 16), model.k(x).view(2, 3, -1, 16).transpose(1, 2), model.v(x) * 2, model.o(x)]
+
+    with torch.no_grad():
+        x = x_of(2, 3)
+        for backend in (Calls(), "inductor"):
+            how = {} if backend != "inductor" else {"options": compile_options()}
+            compiled = torch.compile(lambda x: run(together, x), fullgraph=True, backend=backend, dynamic=False, **how)
+            gpu.products.clear()
+            got = compiled(x)
+            assert len(gpu.products) == 2
+            same(got, [y.contiguous() for y in run(alone, x)])
