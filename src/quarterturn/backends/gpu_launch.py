@@ -78,18 +78,19 @@ def encode_scale(quantizer: Quantizer | None, device: torch.device) -> Tensor:
 
 
 def _constant(value: float, device: torch.device) -> Tensor:
-    """One number, kept; while a graph is being captured one of the graph's own, which is filled when it runs."""
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        return torch.full((1,), value, dtype=torch.float32, device=device)
-    return _kept_constant(value, device)
+    """One number, kept; one that a graph under capture is the first to need is the graph's, and filled when it runs."""
+    kept = _CONSTANTS.get((value, device))
+    if kept is None:
+        kept = torch.full((1,), value, dtype=torch.float32, device=device)
+        if device.type == "cuda":
+            if torch.cuda.is_current_stream_capturing():
+                return kept
+            torch.cuda.current_stream(device).synchronize()  # other streams may read it next
+        _CONSTANTS[value, device] = kept
+    return kept
 
 
-@lru_cache(maxsize=64)
-def _kept_constant(value: float, device: torch.device) -> Tensor:
-    constant = torch.full((1,), value, dtype=torch.float32, device=device)
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()  # other streams may read it next
-    return constant
+_CONSTANTS: dict[tuple[float, torch.device], Tensor] = {}
 
 
 @lru_cache(maxsize=64)

@@ -24,6 +24,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from .. import weight_layout
 from ..tensor import FP4Tensor, per_output
 from . import any_torch, gpu_launch, gpu_pieces
+from .capturing import capture_of
 from .gpu_matmul import MOST_TOKENS, few
 from .gpu_matmul_many import Workspace, by_library, many, workspace
 from .gpu_tuned import few_cut, many_cut
@@ -119,12 +120,18 @@ def _hopper(x: Tensor) -> bool:
 
 
 def _space(device: torch.device) -> Workspace:
-    """Of the current stream; while a graph is captured one of its own, which is cleared when it runs."""
+    """Of the current stream; while a graph is captured one of its own, which is cleared once when it runs."""
+    stream = torch.cuda.current_stream(device).cuda_stream
     if torch.cuda.is_current_stream_capturing():
-        return workspace(device)
-    return _kept_space(device, torch.cuda.current_stream(device).cuda_stream)
+        return _captured_space(device, stream, capture_of(stream))
+    return _kept_space(device, stream)
 
 
 @lru_cache(maxsize=64)
 def _kept_space(device: torch.device, stream: int) -> Workspace:
+    return workspace(device)
+
+
+@lru_cache(maxsize=8)  # memory of the graph's own, which is not given back as long as it stands here
+def _captured_space(device: torch.device, stream: int, capture: object) -> Workspace:
     return workspace(device)
