@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from . import ops
 from .absent_weight import AbsentWeight
-from .backends import Blocks, Layer, Problem, Quantizer, Selection, Weight, get_backend, select
+from .backends import Blocks, Layer, Problem, Quantizer, Selection, Weight, compose, get_backend, select
 from .eager import seen_by_torch
 from .errors import refusal
 from .formats import E8M0_RULES, RECIPES, FP4Format, get_format
@@ -281,7 +281,10 @@ class FP4Linear(nn.Module):
             parts.append(f"recipe {self.recipe}")
         held = "packed" if self.values is None else str(self.values.dtype).removeprefix("torch.")
         kept = {"packed": "packed", "int32": "packed, in fragments"}.get(held, f"decoded to {held}")
-        return Explanation(self.name, selection.name, ", ".join(parts), selection.reason, selection.rejected, kept)
+        told = compose.remark(selection.backend, self.weight_tensor(), self.values) if known else ""
+        return Explanation(
+            self.name, selection.name, ", ".join(parts), selection.reason + told, selection.rejected, kept
+        )
 
     def problem(self, dtype: torch.dtype) -> Problem:
         """What this layer asks of a backend."""
@@ -338,7 +341,6 @@ class FP4Linear(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FP4Linear:
         """`.to`, `.half` and the like: devices change, the dtypes of codes and scales never do."""
-
         bias = self.bias
 
         def keep_dtype(t: Tensor) -> Tensor:
