@@ -16,8 +16,8 @@ import quarterturn
 ROOT = Path(quarterturn.__file__).parent
 # The way of the data, from the bottom up.
 ORDER = [
-    "errors", "formats", "reference", "layouts", "weight_layout", "e4m3_layout", "rounding", "tensor", "transforms", "settings",
-    "texts", "machine",
+    "errors", "formats", "reference", "layouts", "weight_layout", "e4m3_layout", "rounding", "tensor", "transforms",
+    "settings", "texts", "machine",
     "kernels", "checks", "eager", "backends",
     "ops", "plan", "absent_weight", "sharing", "linear",
     "checkpoint", "integrations", "demo_model", "quantize",

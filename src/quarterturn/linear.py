@@ -273,10 +273,8 @@ class FP4Linear(nn.Module):
         selection = known.selection if known else self._select(dtype or torch.bfloat16)
         width = "W4A4" if self.activations == "fp4" else "W4A16"
         parts = [f"{width} {self.format.name}"]
-        if self.input_transform is not None:
-            parts.append(f"input transform {self.input_transform.size}")
-        if self.output_transform is not None:
-            parts.append(f"output transform {self.output_transform.size}")
+        sides = (("input", self.input_transform), ("output", self.output_transform))
+        parts += [f"{side} transform {transform.size}" for side, transform in sides if transform is not None]
         if self.activations == "fp4" and self.recipe != "checkpoint":
             parts.append(f"recipe {self.recipe}")
         held = "packed" if self.values is None else str(self.values.dtype).removeprefix("torch.")

@@ -18,12 +18,13 @@ from .protocol import Operand
 FORM = "e4m3"
 """The form of an operand of this kind."""
 _BLOCK = 1024  # words of eight codes that a program of to_e4m3 converts at a time
-_TILE = {"ROWS": 64, "COLUMNS": 128, "DEPTH": 128, "num_warps": 8, "num_stages": 3, "enable_fp_fusion": False}
+TILE = {"ROWS": 64, "COLUMNS": 128, "DEPTH": 128, "num_warps": 8, "num_stages": 3, "enable_fp_fusion": False}
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class E4M3Operand(Operand):
-    """x (M, K): `data` in E4M3 with fp32 row_scale (M, 1), and codes uint8 (M, K/2) with block_scale (M, K/32).
+    """x (M, K): codes uint8 (M, K/2) with block_scale (M, K/32), and `data` in E4M3 with fp32 row_scale (M, 1), both of
+    which have rows without meaning behind, up to a multiple of 16, as products like it.
 
     left: int32 (M, 2), of which count (1) are rows that E4M3 does not hold; see kernels/to_e4m3.py.
     """
@@ -37,8 +38,8 @@ class E4M3Operand(Operand):
 def operand(codes: Tensor, block_scale: Tensor, tensor_scale: Tensor, dtype: torch.dtype) -> E4M3Operand:
     """Packed codes (M, K/2), E8M0 scale bytes (M, K/32) and tensor scale (1,) of an input of `dtype`, in E4M3."""
     m, k = codes.shape[0], 2 * codes.shape[1]
-    data = torch.empty(m, k, dtype=torch.uint8, device=codes.device)
-    row_scale = torch.empty(m, 1, dtype=torch.float32, device=codes.device)
+    data = torch.empty(e4m3_layout.rows(m), k, dtype=torch.uint8, device=codes.device)
+    row_scale = torch.empty(len(data), 1, dtype=torch.float32, device=codes.device)
     left, count = _convert(codes, block_scale, tensor_scale, data, row_scale)
     return E4M3Operand(
         data=data.view(e4m3_layout.DTYPE), block_scale=block_scale, tensor_scale=tensor_scale, rows=m, dtype=dtype,
@@ -62,8 +63,8 @@ def weight_in_e4m3(weight: FP4Tensor) -> tuple[Tensor, int]:
 def _convert(
     codes: Tensor, block_scale: Tensor, tensor_scale: Tensor, out: Tensor, row_scale: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Fill E4M3 bytes (M, K) and row scales; the list of rows that do not fit, and its length."""
-    m, k = out.shape
+    """Fill the first M rows of E4M3 bytes and row scales; the list of rows that do not fit, and its length."""
+    m, k = len(codes), out.shape[1]
     left = torch.empty(m, 2, dtype=torch.int32, device=codes.device)
     count = torch.zeros(1, dtype=torch.int32, device=codes.device)
     if m:
@@ -99,10 +100,10 @@ def multiply(
     """
     with gpu_launch.on_device(x.data.device):
         if out_dtype == torch.bfloat16 and (bias is None or bias.dtype == torch.bfloat16):
-            y = by_rows(x.data, x.row_scale, values, scale, _padded(bias, len(scale)))[:, :n].contiguous()
+            y = by_rows(x.data, x.row_scale, values, scale, _padded(bias, len(scale)))[: x.rows, :n].contiguous()
         else:
-            acc = bare_sums(x.data, values)[:, :n]
-            acc.mul_(x.row_scale).mul_(scale[:n])
+            acc = bare_sums(x.data, values)[: x.rows, :n]
+            acc.mul_(x.row_scale[: x.rows]).mul_(scale[:n])
             y = (acc if bias is None else acc.add_(bias)).to(out_dtype).contiguous()
         _replace_left(x, values, scale, bias, y)
     return y
@@ -144,5 +145,5 @@ def _replace_left(x: E4M3Operand, values: Tensor, scale: Tensor, bias: Tensor | 
     matmul_left[(programs,)](
         _whole(x.codes), x.block_scale, x.tensor_scale, values.view(torch.uint8), scale,
         scale if bias is None else bias, y, x.left, x.count, y.shape[1], K=values.shape[1], HAS_BIAS=bias is not None,
-        INTERPRETED=triton_interprets(), **_TILE,
+        INTERPRETED=triton_interprets(), **TILE,
     )  # fmt: skip
