@@ -69,7 +69,7 @@ def test_a_weight_that_does_not_fit_is_left_to_gpu_triton(monkeypatch: pytest.Mo
     assert torch.equal(values, any_torch.prepare(weight, "decoded"))
     told = gpu_fp8.remark(weight, values)
     assert told is not None
-    assert "multiplied in bfloat16 all the same: 3 of 8 rows" in told
+    assert "multiplied as by 'gpu_triton' all the same: 3 of 8 rows" in told
     assert gpu_fp8.remark(weight, e4m3_layout.empty(8, 64, CPU)) is None
 
 

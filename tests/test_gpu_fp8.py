@@ -267,7 +267,7 @@ def test_a_weight_that_does_not_fit_keeps_the_other_product_and_says_so() -> Non
     layer = FP4Linear.from_tensor(weight.to(DEVICE), activations="fp4", backend="gpu_fp8")
     told = layer.explain()
     assert told.backend == "gpu_fp8"
-    assert "asked for; multiplied in" in told.reason
+    assert "asked for; multiplied as by 'gpu_triton'" in told.reason
     assert "1 of 40 rows of the weight have scales more than 2^14 apart" in told.reason
     assert "float8" not in told.weights
     x = torch.randn(5, 64, device=DEVICE).to(BF16)

@@ -7,7 +7,7 @@
 
 An E2M1 number times a power of two is exact in E4M3 over 15 exponents, so where those of a row span 14 or less its
 block scales go into the numbers and a power of two for the row is left (kernels/to_e4m3.py). Weights are looked at
-once: one with a row that spans more is decoded to bf16 and multiplied as by gpu_triton, which `explain` tells. Of x,
+once: one with a row that spans more is kept and multiplied as by gpu_triton, which `explain` tells. Of x,
 which is rotated and quantized by gpu_triton, such rows are found on the device and multiplied again in bf16 by a kernel
 that ends at once where there are none (kernels/matmul_left.py): nothing waits for the host, also in CUDA graphs.
 
@@ -102,8 +102,8 @@ def remark(weight: FP4Tensor, values: Tensor | None) -> str | None:
         return None
     _, unfit = fp8_launch.weight_in_e4m3(weight)
     return (
-        f"multiplied in {str(values.dtype).removeprefix('torch.')} all the same: {unfit} of {weight.shape[0]} rows of "
-        "the weight have scales more than 2^14 apart, or too large or small, which E4M3 does not hold"
+        f"multiplied as by '{gpu_triton.NAME}' all the same: {unfit} of {weight.shape[0]} rows of the weight have "
+        "scales more than 2^14 apart, or too large or small, which E4M3 does not hold"
     )
 
 
