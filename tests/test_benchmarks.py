@@ -10,7 +10,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # benchmarks is no part of the package
 
-from benchmarks import gpu_matmul, record, tables
+from benchmarks import gpu_fp8, gpu_matmul, record, tables
 from benchmarks import gpu_rotate_quantize as bench
 
 Case = bench.Case
@@ -68,6 +68,13 @@ def test_a_line_of_the_table() -> None:
     assert "0.80 of copy" in made
     assert "3.00x compiled" in made
     assert "100.0x any_torch" in made
+
+
+def test_a_line_of_fp8_products_tells_what_torch_has_not() -> None:
+    times = {"library": 700.0, "rows": 500.0, "codes": 560.0}
+    made = gpu_fp8.line({"m": 2048, "n": 28672, "k": 4096, "us": times, "refused": {"rows fast": "not supported"}})
+    assert "library 700 us  rows 500 (1.40x)  codes 560 (1.25x)" in made
+    assert "rows fast: not supported" in made
 
 
 def some_records() -> list[dict]:

@@ -16,8 +16,8 @@ import quarterturn
 ROOT = Path(quarterturn.__file__).parent
 # The way of the data, from the bottom up.
 ORDER = [
-    "errors", "formats", "reference", "layouts", "weight_layout", "rounding", "tensor", "transforms", "settings",
-    "texts", "machine",
+    "errors", "formats", "reference", "layouts", "weight_layout", "e4m3_layout", "rounding", "tensor", "transforms",
+    "settings", "texts", "machine",
     "kernels", "checks", "eager", "backends",
     "ops", "compiled", "plan", "fused", "sharing", "absent_weight", "linear", "rotated_linear",
     "checkpoint", "integrations", "demo_model", "quantize",
@@ -77,7 +77,7 @@ def test_the_walk_finds_the_core() -> None:
 
 def test_the_order_that_contributors_are_told_is_this_one() -> None:
     text = (Path(__file__).parents[1] / "CONTRIBUTING.md").read_text()
-    told = re.findall("`([a-z_]+)`", text[text.index("`cli` >") : text.index("A test holds that")])
+    told = re.findall("`([a-z0-9_]+)`", text[text.index("`cli` >") : text.index("A test holds that")])
     levels = [LEVEL[name] for name in told if name != "evaluate"]
     assert sorted(levels, reverse=True) == levels
     assert set(told) == set(ORDER)

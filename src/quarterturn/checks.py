@@ -11,6 +11,7 @@ from numbers import Real
 import torch
 from torch import Tensor
 
+from . import e4m3_layout
 from .errors import Refusal, refusal
 from .formats import E8M0_RULES, RECIPES, FP4Format
 from .tensor import FP4Tensor
@@ -182,6 +183,10 @@ def weight(
         width = stored_width(n, k, fmt)
         if packed or held != width:
             needs.append((f"fragments ({n}, {width}) without block_scale", f"({n}, {held}) in {weight.dtype}"))
+    elif weight.dtype == e4m3_layout.DTYPE:
+        width = e4m3_layout.stored_width(n, k)
+        if packed or held != width:
+            needs.append((f"E4M3 rows ({n}, {width}) without block_scale", f"({n}, {held}) in {weight.dtype}"))
     elif held != k or (weight.dtype == torch.uint8) != packed:
         needs.append((f"a weight (N, {k}), as x is (..., {k})", f"({n}, {held}) in {weight.dtype}"))
     if block_scale is not None and tuple(block_scale.shape) != fmt.scale_shape(n, k):

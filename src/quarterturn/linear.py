@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from . import ops
 from .absent_weight import AbsentWeight
-from .backends import Blocks, Layer, Problem, Quantizer, Selection, Weight, get_backend, select
+from .backends import Blocks, Layer, Problem, Quantizer, Selection, Weight, compose, get_backend, select
 from .eager import seen_by_torch
 from .errors import refusal
 from .formats import E8M0_RULES, RECIPES, FP4Format, get_format
@@ -301,15 +301,16 @@ class FP4Linear(nn.Module):
         selection = known.selection if known else self._select(dtype or torch.bfloat16)
         width = "W4A4" if self.activations == "fp4" else "W4A16"
         parts = [f"{width} {self.format.name}"]
-        if self.input_transform is not None:
-            parts.append(f"input transform {self.input_transform.size}")
-        if self.output_transform is not None:
-            parts.append(f"output transform {self.output_transform.size}")
+        sides = (("input", self.input_transform), ("output", self.output_transform))
+        parts += [f"{side} transform {transform.size}" for side, transform in sides if transform is not None]
         if self.activations == "fp4" and self.recipe != "checkpoint":
             parts.append(f"recipe {self.recipe}")
         held = "packed" if self.values is None else str(self.values.dtype).removeprefix("torch.")
         kept = {"packed": "packed", "int32": "packed, in fragments"}.get(held, f"decoded to {held}")
-        return Explanation(self.name, selection.name, ", ".join(parts), selection.reason, selection.rejected, kept)
+        told = compose.remark(selection.backend, self.weight_tensor(), self.values) if known else ""
+        return Explanation(
+            self.name, selection.name, ", ".join(parts), selection.reason + told, selection.rejected, kept
+        )
 
     def problem(self, dtype: torch.dtype) -> Problem:
         """What this layer asks of a backend."""
@@ -357,7 +358,6 @@ class FP4Linear(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FP4Linear:
         """`.to`, `.half` and the like: devices change, the dtypes of codes and scales never do."""
-
         bias = self.bias
         if self.part is not None:  # what siblings hold together does not move with one of them
             self.values = None

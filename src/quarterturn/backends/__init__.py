@@ -25,6 +25,7 @@ from . import (
     blackwell_qutlass,
     blackwell_triton,
     cpu_native,
+    gpu_fp8,
     gpu_triton,
 )
 from .gpu_launch import capability as capability_of
@@ -70,9 +71,10 @@ BACKENDS: tuple[Backend, ...] = (
     cast(Backend, gpu_triton),
     cast(Backend, any_torch),
     cast(Backend, blackwell_qutlass),
+    cast(Backend, gpu_fp8),
 )
 """In the order of automatic choice. any_torch runs everything, so what is behind it runs only where it is named:
-QuTLASS, whose codes may differ from the definition's next to a tie."""
+QuTLASS, whose codes may differ from the definition's next to a tie, and FP8, whose sums have fewer bits."""
 
 
 def get_backend(name: str, layer: str | None = None) -> Backend:

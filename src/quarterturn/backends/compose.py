@@ -12,7 +12,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from ..tensor import per_output
+from ..tensor import FP4Tensor, per_output
 from .protocol import Backend, FusedBackend, Layer, Operand, OrderedBackend, Together, Weight
 
 
@@ -67,6 +67,13 @@ def product(backend: Backend, operand: Operand, layer: Layer) -> Tensor:
     how = _ORDERED if operand.form == "ordered" else {}
     y = backend.matmul(operand.data, operand.block_scale, operand.tensor_scale, layer.weight, layer.bias, dtype, **how)
     return y if layer.output_blocks is None else backend.rotate(y, layer.output_blocks, operand.dtype)
+
+
+def remark(backend: Backend, weight: FP4Tensor, values: Tensor | None) -> str:
+    """'; ' and why a layer with these prepared values does not run as the backend's name says; '' where it does."""
+    ask = getattr(backend, "remark", None)
+    told: str | None = None if ask is None else ask(weight, values)
+    return "" if told is None else f"; {told}"
 
 
 _ORDERED = {"ordered": True}

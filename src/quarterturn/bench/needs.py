@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from .. import e4m3_layout
 from ..errors import refusal
 from ..formats import get_format
 from ..linear import FP4Linear
@@ -56,7 +57,9 @@ def _linear_bytes(layer: torch.nn.Linear, kept: str, made: FourBits | None) -> f
     if made is None:
         return 2 * n * k
     fmt = get_format(made.format)
-    beside = {"packed": 0, "int32": 4 * n * stored_width(n, k, fmt), "float32": 4 * n * k}.get(kept, 2 * n * k)
+    fragments, e4m3 = 4 * n * stored_width(n, k, fmt), n * e4m3_layout.stored_width(n, k)
+    sizes = {"packed": 0, "int32": fragments, "float8_e4m3fn": e4m3, "float32": 4 * n * k}
+    beside = sizes.get(kept, 2 * n * k)
     return n * k * fmt.bits_per_value / 8 + beside
 
 
