@@ -1,8 +1,4 @@
-"""Siblings whose weights lie in one tensor: one product gives the results of all, whatever happens between their calls.
-
-Without a GPU: the places of its kernels are taken by stand-ins that multiply in float64, where results of one product
-and of several are equal bit for bit, and CPU tensors are taken for ones on a stream of a GPU.
-"""
+"""Siblings whose weights lie in one tensor: one product gives the results of all, whatever happens between them."""
 
 from __future__ import annotations
 
@@ -11,123 +7,19 @@ import gc
 import io
 import pickle
 import weakref
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+import fused_cases
 from comparing import assert_same_bits
-from quarterturn import FP4Linear, backends, compile_options, hadamard, random_hadamard, sharing
-from quarterturn.backends import any_torch, gpu_product, gpu_triton
-from quarterturn.compiled import merge_siblings
-from quarterturn.errors import Refusal
-from quarterturn.formats import FORMATS
+from fused_cases import BF16, SIZES, Attention, Gpu, K, every_kind, is_fused, layer_of, same, tied, x_of
+from quarterturn import FP4Linear, hadamard, random_hadamard, sharing
+from quarterturn.backends import gpu_product
 from quarterturn.sharing import Place, tie
-from test_gpu_product import called, weight_of  # noqa: F401
 
-BF16 = torch.bfloat16
-K = 192
-SIZES = (128, 64, 100)
-
-AT_ONCE = Place(7, None)
-
-
-@dataclass
-class Gpu:
-    """The GPU that there seems to be: what its kernels were asked for, and where calls are made."""
-
-    products: list[str]
-    turned: list[int] = field(default_factory=list)
-    place: Place = AT_ONCE
-
-
-@pytest.fixture
-def gpu(called: list[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:  # noqa: F811
-    found = Gpu(called)
-
-    def turn(*arguments, **options):
-        assert not options
-        found.turned.append(arguments[0].shape[0])
-        return any_torch.rotate_quantize_dequantize(*arguments)
-
-    monkeypatch.setattr(gpu_triton, "missing", lambda *_: [])
-    monkeypatch.setattr(gpu_triton, "rotate", any_torch.rotate)
-    monkeypatch.setattr(gpu_triton, "rotate_quantize_dequantize", turn)
-    monkeypatch.setattr(gpu_product, "runs_on", lambda device: True)
-    monkeypatch.setattr(sharing, "place_of", lambda x: found.place)
-    backends.op_backend.cache_clear()
-    yield found
-    backends.op_backend.cache_clear()
-
-
-def layer_of(n: int, seed: int = 0, **options) -> FP4Linear:
-    fmt, bias = FORMATS[options.pop("fmt", "nvfp4")], options.pop("bias", False)
-    ranges = options.pop("ranges", ())
-    weight = weight_of(fmt, n, K, ranges)
-    weight.codes.random_(0, 256, generator=torch.Generator().manual_seed(seed))
-    given = {"input_transform": hadamard(16), "activations": "fp4", "weights": "packed", **options}
-    if fmt.has_tensor_scale and given["activations"] == "fp4" and "recipe" not in given:
-        given["input_encode_scale"] = 100.0
-    layer = FP4Linear.from_tensor(weight, bias=torch.randn(n).to(BF16) if bias else None, backend="gpu_triton", **given)
-    assert layer.explain().weights == "packed, in fragments"
-    return layer
-
-
-class Attention(nn.Module):
-    """Three layers of one input, and one of the same width that reads something else."""
-
-    def __init__(self, **options) -> None:
-        super().__init__()
-        self.q, self.k, self.v = (layer_of(n, seed, **options) for seed, n in enumerate(SIZES))
-        self.o = layer_of(K, 9, **options)
-
-    def layers(self) -> list[FP4Linear]:
-        return [self.q, self.k, self.v]
-
-    def forward(self, x: Tensor, between: Callable[[], object] = lambda: None) -> list[Tensor]:
-        found = [self.q(x)]
-        for layer in (self.k, self.v):
-            between()
-            found.append(layer(x))
-        return [*found, self.o(torch.cat((found[0], found[0]), -1)[..., :K].contiguous())]
-
-
-def tied(**options) -> tuple[Attention, Attention]:
-    """The same layers, put together by a call, and each alone."""
-    alone = Attention(**options)
-    together = copy.deepcopy(alone)
-    tie(together, FP4Linear)
-    with torch.no_grad():
-        together(torch.randn(2, K).to(BF16))
-        together(torch.randn(2, K).to(BF16))
-    return together, alone
-
-
-def is_fused(model: Attention) -> bool:
-    wholes = {id(layer.part.whole) for layer in model.layers() if layer.part is not None}
-    return len(wholes) == 1 and all(layer.part for layer in model.layers()) and model.o.part is None
-
-
-def same(got: list[Tensor], want: list[Tensor], what: str = "") -> None:
-    for name, a, b in zip("qkvo", got, want, strict=True):
-        assert_same_bits(a.contiguous(), b, f"{name} {what}")
-
-
-def x_of(*shape: int) -> Tensor:
-    return torch.randn(*shape, K).to(BF16)
-
-
-OPTIONS = {
-    "nvfp4": {},
-    "bias": {"bias": True},
-    "mxfp4": {"fmt": "mxfp4"},
-    "W4A16": {"activations": "bf16", "input_transform": random_hadamard(32)},
-    "token": {"recipe": "token"},
-    "no transform": {"input_transform": None, "activations": "bf16"},
-}
-every_kind = pytest.mark.parametrize("options", OPTIONS.values(), ids=list(OPTIONS))
+called, gpu = fused_cases.called, fused_cases.gpu
 
 
 @every_kind
@@ -465,117 +357,3 @@ def test_fp32_goes_by_codes_made_again(gpu: Gpu) -> None:
         for _ in range(2):
             x = torch.randn(3, K)
             same(together(x), alone(x))
-
-
-# ---- the operator, and torch.compile
-
-
-def test_the_operator_multiplies_rows(gpu: Gpu) -> None:
-    together, alone = tied(bias=True)
-    x = x_of(3)
-    with torch.no_grad(), torch.autocast("cpu", BF16):  # which has to see the operator
-        for layer, other in zip(together.layers(), alone.layers(), strict=True):
-            assert_same_bits(layer(x), other(x))
-    arguments = list(together.k._operands())
-    for wrong in ([16, 64], [128, 65 + 100], [128], [-64, 64], [0, 0]):
-        with pytest.raises(Refusal, match="rows \\(first, count\\)"):
-            torch.ops.quarterturn.fp4_linear(x, *arguments[:-1], wrong)
-
-
-class Calls:
-    """A backend for torch.compile that counts calls of the operator before and after they are merged."""
-
-    def __init__(self) -> None:
-        self.before = self.after = 0
-
-    def __call__(self, module: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable:
-        from torch._dynamo.backends.common import aot_autograd
-
-        def compiler(graph: torch.fx.GraphModule, _: list[Tensor]) -> Callable:
-            self.before += (before := self._count(graph))
-            saved = merge_siblings(graph.graph)
-            graph.graph.lint()
-            graph.recompile()
-            self.after += self._count(graph)
-            assert saved == before - self._count(graph)
-            return graph.forward
-
-        return aot_autograd(fw_compiler=compiler)(module, inputs)
-
-    @staticmethod
-    def _count(graph: torch.fx.GraphModule) -> int:
-        return sum(node.target is torch.ops.quarterturn.fp4_linear.default for node in graph.graph.nodes)
-
-
-@every_kind
-def test_compiled_siblings_are_one_call(gpu: Gpu, options) -> None:
-    together, alone = tied(**options)
-    torch._dynamo.reset()
-    calls = Calls()
-    compiled = torch.compile(together, fullgraph=True, backend=calls, dynamic=False)
-    with torch.no_grad():
-        x = x_of(2, 3)
-        same(compiled(x), alone(x))
-        assert (calls.before, calls.after) == (4, 2)
-        gpu.products.clear()
-        same(compiled(x + 1), alone(x + 1))
-        assert len(gpu.products) == 2 + 4
-
-
-def test_compiled_siblings_without_the_pass_are_multiplied_each(gpu: Gpu) -> None:
-    together, alone = tied(bias=True)
-    torch._dynamo.reset()
-    with torch.no_grad():
-        x = x_of(3)
-        same(torch.compile(together, fullgraph=True, backend="aot_eager")(x), alone(x))
-
-
-def test_an_x_that_is_written_to_between_compiled_siblings(gpu: Gpu) -> None:
-    together, alone = tied()
-    torch._dynamo.reset()
-
-    def run(model: Attention, x: Tensor) -> list[Tensor]:
-        x = x * 1
-        first = model.q(x)
-        x.mul_(2)
-        return [first, model.k(x), model.v(x), model.o(x)]
-
-    calls = Calls()
-    with torch.no_grad():
-        x = x_of(3)
-        same(torch.compile(lambda x: run(together, x), fullgraph=True, backend=calls)(x), run(alone, x))
-    assert (calls.before, calls.after) == (4, 3)
-
-
-def test_compiled_siblings_that_do_not_agree(gpu: Gpu) -> None:
-    together, alone = tied()
-    torch._dynamo.reset()
-    calls = Calls()
-    compiled = torch.compile(together, fullgraph=True, backend=calls, dynamic=False)
-    with torch.no_grad():
-        x = x_of(3)
-        same(compiled(x), alone(x))
-        for model in (together, alone):
-            model.v.input_encode_scale.mul_(2)
-            model.v.refresh()
-        same(compiled(x), alone(x))
-    assert (calls.before, calls.after) == (8, 2 + 4)
-
-
-def test_views_of_what_was_merged(gpu: Gpu) -> None:
-    """A view that lies-apart rows do not have."""
-    together, alone = tied()
-    torch._dynamo.reset()
-
-    def run(model: Attention, x: Tensor) -> list[Tensor]:
-        return [model.q(x).view(-1, 16), model.k(x).view(2, 3, -1, 16).transpose(1, 2), model.v(x) * 2, model.o(x)]
-
-    with torch.no_grad():
-        x = x_of(2, 3)
-        for backend in (Calls(), "inductor"):
-            how = {} if backend != "inductor" else {"options": compile_options()}
-            compiled = torch.compile(lambda x: run(together, x), fullgraph=True, backend=backend, dynamic=False, **how)
-            gpu.products.clear()
-            got = compiled(x)
-            assert len(gpu.products) == 2
-            same(got, [y.contiguous() for y in run(alone, x)])

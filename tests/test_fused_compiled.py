@@ -1,0 +1,129 @@
+"""The operator for rows of a weight, and siblings under torch.compile: one call for all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+import fused_cases
+from comparing import assert_same_bits
+from fused_cases import BF16, Attention, Gpu, every_kind, same, tied, x_of
+from quarterturn import compile_options
+from quarterturn.compiled import merge_siblings
+from quarterturn.errors import Refusal
+
+called, gpu = fused_cases.called, fused_cases.gpu
+
+
+def test_the_operator_multiplies_rows(gpu: Gpu) -> None:
+    together, alone = tied(bias=True)
+    x = x_of(3)
+    with torch.no_grad(), torch.autocast("cpu", BF16):  # which has to see the operator
+        for layer, other in zip(together.layers(), alone.layers(), strict=True):
+            assert_same_bits(layer(x), other(x))
+    arguments = list(together.k._operands())
+    for wrong in ([16, 64], [128, 65 + 100], [128], [-64, 64], [0, 0]):
+        with pytest.raises(Refusal, match="rows \\(first, count\\)"):
+            torch.ops.quarterturn.fp4_linear(x, *arguments[:-1], wrong)
+
+
+class Calls:
+    """A backend for torch.compile that counts calls of the operator before and after they are merged."""
+
+    def __init__(self) -> None:
+        self.before = self.after = 0
+
+    def __call__(self, module: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable:
+        from torch._dynamo.backends.common import aot_autograd
+
+        def compiler(graph: torch.fx.GraphModule, _: list[Tensor]) -> Callable:
+            self.before += (before := self._count(graph))
+            saved = merge_siblings(graph.graph)
+            graph.graph.lint()
+            graph.recompile()
+            self.after += self._count(graph)
+            assert saved == before - self._count(graph)
+            return graph.forward
+
+        return aot_autograd(fw_compiler=compiler)(module, inputs)
+
+    @staticmethod
+    def _count(graph: torch.fx.GraphModule) -> int:
+        return sum(node.target is torch.ops.quarterturn.fp4_linear.default for node in graph.graph.nodes)
+
+
+@every_kind
+def test_compiled_siblings_are_one_call(gpu: Gpu, options) -> None:
+    together, alone = tied(**options)
+    torch._dynamo.reset()
+    calls = Calls()
+    compiled = torch.compile(together, fullgraph=True, backend=calls, dynamic=False)
+    with torch.no_grad():
+        x = x_of(2, 3)
+        same(compiled(x), alone(x))
+        assert (calls.before, calls.after) == (4, 2)
+        gpu.products.clear()
+        same(compiled(x + 1), alone(x + 1))
+        assert len(gpu.products) == 2 + 4
+
+
+def test_compiled_siblings_without_the_pass_are_multiplied_each(gpu: Gpu) -> None:
+    together, alone = tied(bias=True)
+    torch._dynamo.reset()
+    with torch.no_grad():
+        x = x_of(3)
+        same(torch.compile(together, fullgraph=True, backend="aot_eager")(x), alone(x))
+
+
+def test_an_x_that_is_written_to_between_compiled_siblings(gpu: Gpu) -> None:
+    together, alone = tied()
+    torch._dynamo.reset()
+
+    def run(model: Attention, x: Tensor) -> list[Tensor]:
+        x = x * 1
+        first = model.q(x)
+        x.mul_(2)
+        return [first, model.k(x), model.v(x), model.o(x)]
+
+    calls = Calls()
+    with torch.no_grad():
+        x = x_of(3)
+        same(torch.compile(lambda x: run(together, x), fullgraph=True, backend=calls)(x), run(alone, x))
+    assert (calls.before, calls.after) == (4, 3)
+
+
+def test_compiled_siblings_that_do_not_agree(gpu: Gpu) -> None:
+    together, alone = tied()
+    torch._dynamo.reset()
+    calls = Calls()
+    compiled = torch.compile(together, fullgraph=True, backend=calls, dynamic=False)
+    with torch.no_grad():
+        x = x_of(3)
+        same(compiled(x), alone(x))
+        for model in (together, alone):
+            model.v.input_encode_scale.mul_(2)
+            model.v.refresh()
+        same(compiled(x), alone(x))
+    assert (calls.before, calls.after) == (8, 2 + 4)
+
+
+def test_views_of_what_was_merged(gpu: Gpu) -> None:
+    """A view that lies-apart rows do not have."""
+    together, alone = tied()
+    torch._dynamo.reset()
+
+    def run(model: Attention, x: Tensor) -> list[Tensor]:
+        return [model.q(x).view(-1, 16), model.k(x).view(2, 3, -1, 16).transpose(1, 2), model.v(x) * 2, model.o(x)]
+
+    with torch.no_grad():
+        x = x_of(2, 3)
+        for backend in (Calls(), "inductor"):
+            how = {} if backend != "inductor" else {"options": compile_options()}
+            compiled = torch.compile(lambda x: run(together, x), fullgraph=True, backend=backend, dynamic=False, **how)
+            gpu.products.clear()
+            got = compiled(x)
+            assert len(gpu.products) == 2
+            same(got, [y.contiguous() for y in run(alone, x)])
