@@ -34,8 +34,8 @@ class Attention(nn.Module):
                 weight.codes.random_(0, 256)
             scale = {"input_encode_scale": 200.0} if activations == "fp4" else {}
             layer = FP4Linear.from_tensor(
-                weight, bias=torch.randn(n, device="cuda").to(dtype), activations=activations, backend="gpu_triton",
-                input_transform=random_hadamard(64), **scale, **{"weights": "packed", **how},
+                weight, bias=torch.randn(n, device="cuda").to(dtype), activations=activations,
+                input_transform=random_hadamard(64), **scale, **{"weights": "packed", "backend": "gpu_triton", **how},
             )  # fmt: skip
             setattr(self, part, layer)
 
@@ -229,13 +229,13 @@ def test_compiled(m: int, mode: str, products: list[int]) -> None:
             near_all([y.clone() for y in compiled(x)], alone, x)
             made = [n for n in products if n]
             if mode != "merged and captured":
-                assert made == ([sum(SIZES), K] if mode == "merged" else [*SIZES, K])
+                assert sorted(made) == sorted([sum(SIZES), K] if mode == "merged" else [*SIZES, K])
 
 
 @pytest.mark.parametrize("m", [4, 40])
 @pytest.mark.parametrize("how", ["load_state_dict", "copy_", "scale", "bias", "to", "decoded"])
 def test_a_sibling_that_changes(how: str, m: int) -> None:
-    together, _ = tied()
+    together, _ = tied(backend="auto")
     other, x = Attention(), torch.randn(m, K, device="cuda").to(BF16)
     with torch.no_grad():
         together(x)

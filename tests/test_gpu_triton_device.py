@@ -164,7 +164,13 @@ def test_strides_past_two_to_the_31() -> None:
     assert_same(every_form(x, matrix, encode), every_form(x.contiguous(), matrix, encode))
 
 
-@grid(kind=["random hadamard", "dense"], size=[16, 32, 64, 128], m=[1, 16, 64, 300], dtype=[BF16, FP16])
+@grid(
+    keep=lambda kind, size, m, dtype: kind == "random hadamard" or size >= 64,  # others come in units of 32
+    kind=["random hadamard", "dense"],
+    size=[16, 32, 64, 128],
+    m=[1, 16, 64, 300, 1100],
+    dtype=[BF16, FP16],
+)
 def test_written_in_the_order_of_the_product(kind: str, size: int, m: int, dtype: torch.dtype) -> None:
     """The same numbers as in their natural order, at the places where `order` puts them."""
     x = torch.randn(m, 4096, device="cuda").to(dtype)

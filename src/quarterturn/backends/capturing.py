@@ -1,10 +1,18 @@
-"""Which capture of a CUDA graph records what a stream is given: PyTorch tells only whether one does."""
+"""Which capture of a CUDA graph records what a stream is given (PyTorch tells only whether one does), and counters that
+it may use: zero before and after each kernel, so that nothing has to clear them when the graph runs."""
 
 from __future__ import annotations
 
 import ctypes
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
+
+import torch
+from torch import Tensor
+
+COUNTERS = 1024
+"""int32 numbers that a capture gets."""
+_SETS = 1024
 
 
 def capture_of(stream: int) -> object | None:
@@ -27,3 +35,41 @@ def _function() -> Any:
         return ctypes.CDLL("libcuda.so.1").cuStreamGetCaptureInfo_v2
     except (OSError, AttributeError):
         return None
+
+
+class _Sets:
+    """Sets of counters of a device, each for one capture and stream. Graphs read them as long as the process lives, so
+    none is given twice, nor freed."""
+
+    def __init__(self) -> None:
+        self.kept: list[Tensor] = []
+        self.left: list[Tensor] = []
+
+
+_SETS_OF: dict[torch.device, _Sets] = {}
+
+
+def provide(device: torch.device) -> None:
+    """Have sets of counters ready. Not while a graph is captured: it would be the graph that clears them."""
+    sets = _SETS_OF.setdefault(device, _Sets())
+    if len(sets.left) < _SETS // 2:
+        made = torch.zeros(_SETS, COUNTERS, dtype=torch.int32, device=device)
+        torch.cuda.current_stream(device).synchronize()  # graphs on other streams use it next
+        sets.kept.append(made)
+        sets.left.extend(made.unbind())
+
+
+def counters(device: torch.device) -> Tensor:
+    """Counters (COUNTERS,) for kernels that the current stream's capture records one after the other.
+
+    Where none are ready they are the graph's own, which clears them when it runs.
+    """
+    stream = torch.cuda.current_stream(device).cuda_stream
+    found = _taken(device, stream, capture_of(stream))
+    return torch.zeros(COUNTERS, dtype=torch.int32, device=device) if found is None else found
+
+
+@lru_cache(maxsize=64)
+def _taken(device: torch.device, stream: int, capture: object) -> Tensor | None:
+    sets = _SETS_OF.get(device)
+    return sets.left.pop() if sets is not None and sets.left else None

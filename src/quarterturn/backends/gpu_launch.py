@@ -291,7 +291,7 @@ class HopperConfig(NamedTuple):
     def constants(self) -> dict[str, Any]:
         """The constexpr arguments of the kernel."""
         from ..kernels import rotate_quantize_hopper_asm as asm
-        from ..kernels.rotate_quantize_hopper_write import store_layout
+        from ..kernels.rotate_quantize_hopper_write import layout_of
 
         repair = self.size if self.size < self.width else 0
         amax = quantize = ("", "")
@@ -304,14 +304,13 @@ class HopperConfig(NamedTuple):
                 near = self.size if self.near else 0
                 quantize = asm.quantize_asm(self.group, self.output, self.rule, repair, self.half, near)
         block, warps, columns = self.tiling.block, self.tiling.num_warps, self.width // self.tiling.parts
-        words = 4 if self.ordered else 4 * self.output  # of a run of eight: int32 of two values, or values
         return {
             "WIDTH": self.width, "PIECES": self.pieces, "BLOCK": block, "STAGES": self.tiling.stages,
             "PARTS": self.tiling.parts, "FROM_REGISTERS": self.tiling.from_registers,
             "PDL": self.tiling.pdl, "launch_pdl": self.tiling.pdl, "OUTPUT": self.output, "BLOCKED": self.blocked,
             "GROUP": self.group,
-            "STORE_LAYOUT": store_layout(block, columns, words, warps) if words else "",
-            "PAIRS_ASM": asm.pairs_asm(self.half) if self.ordered else "",
+            "STORE_LAYOUT": layout_of(self.output, self.ordered, block, columns, warps),
+            "ORDER_ASM": asm.order_asm(self.half) if self.ordered else (),
             "REPAIR": repair > 0, "NEAR": self.near, "AMAX_ASM": amax[0], "AMAX_CONSTRAINTS": amax[1],
             "QUANTIZE_ASM": quantize[0], "QUANTIZE_CONSTRAINTS": quantize[1], "num_warps": warps,
         }  # fmt: skip

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from ..formats import FORMATS, MXFP4
 from ..weight_layout import ROWS, SCALE_BLOCKS, Fragments
-from . import gpu_launch
-from .capturing import capture_of
+from . import capturing, gpu_launch
 
 MOST_TOKENS = 16
 """Rows of x that one launch takes."""
@@ -180,31 +179,22 @@ def floats_of(n: int, m: int, cut: Cut) -> int:
 def workspace(device: torch.device, floats: int) -> tuple[Tensor, Tensor]:
     """Memory for `floats` sums, and counts that are zero between launches.
 
-    A stream keeps its own, since launches that run at the same time must not share one; so does a graph while it is
-    captured, which clears the counts once when it runs.
+    A stream keeps its own, since launches that run at the same time must not share one; a graph under capture has
+    counters of its own (capturing.py).
     """
     if not floats:
         nothing = _nothing(device)
         return nothing, nothing
-    floats, stream = power_of_two(max(floats, 1 << 18)), torch.cuda.current_stream(device).cuda_stream
     if torch.cuda.is_current_stream_capturing():
-        return _captured_workspace(device, stream, capture_of(stream), floats)
-    return _kept_workspace(device, stream, floats)
-
-
-def _make_workspace(device: torch.device, floats: int) -> tuple[Tensor, Tensor]:
-    counts = torch.zeros(1024, dtype=torch.int32, device=device)
-    return torch.empty(floats, dtype=torch.float32, device=device), counts
+        return torch.empty(floats, dtype=torch.float32, device=device), capturing.counters(device)
+    capturing.provide(device)
+    return _kept_workspace(device, torch.cuda.current_stream(device).cuda_stream, power_of_two(max(floats, 1 << 18)))
 
 
 @lru_cache(maxsize=64)
 def _kept_workspace(device: torch.device, stream: int, floats: int) -> tuple[Tensor, Tensor]:
-    return _make_workspace(device, floats)
-
-
-@lru_cache(maxsize=8)  # memory of the graph's own, which is not given back as long as it stands here
-def _captured_workspace(device: torch.device, stream: int, capture: object, floats: int) -> tuple[Tensor, Tensor]:
-    return _make_workspace(device, floats)
+    counts = torch.zeros(capturing.COUNTERS, dtype=torch.int32, device=device)
+    return torch.empty(floats, dtype=torch.float32, device=device), counts
 
 
 @lru_cache(maxsize=64)

@@ -82,13 +82,11 @@ class Workspace(NamedTuple):
     counts: Tensor
 
 
-def workspace(device: torch.device) -> Workspace:
-    """What any product on the device needs."""
+def workspace(device: torch.device, counts: Tensor | None = None) -> Workspace:
+    """What any product on the device needs; counts: zeros (2 * tiles) that are there already."""
     most = 2 * multiprocessors(device)
-    return Workspace(
-        torch.empty(most * _ROWS * 128, dtype=torch.float32, device=device),
-        torch.zeros(2 * most, dtype=torch.int32, device=device),
-    )
+    counts = torch.zeros(2 * most, dtype=torch.int32, device=device) if counts is None else counts
+    return Workspace(torch.empty(most * _ROWS * 128, dtype=torch.float32, device=device), counts)
 
 
 def order(x: Tensor) -> Tensor:

@@ -22,9 +22,9 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .. import weight_layout
+from ..formats import FP4Format
 from ..tensor import FP4Tensor, per_output
-from . import any_torch, gpu_launch, gpu_pieces
-from .capturing import capture_of
+from . import any_torch, capturing, gpu_launch, gpu_pieces
 from .gpu_matmul import MOST_TOKENS, few
 from .gpu_matmul_many import Workspace, by_library, many, workspace
 from .gpu_tuned import few_cut, many_cut
@@ -53,9 +53,10 @@ def prepare(weight: FP4Tensor) -> Tensor | None:
     return made
 
 
-def takes_order(x: Tensor) -> bool:
-    """Whether the product with x (M, K) is one that takes it in the order of fragments."""
-    return x.is_cuda and _hopper(x) and x.shape[0] > MOST_TOKENS and x.dtype in (torch.bfloat16, torch.float16)
+def takes_order(x: Tensor, fmt: FP4Format) -> bool:
+    """Whether the product of x (M, K) and weights of a format is one that takes x in the order of fragments."""
+    of_values = x.dtype == torch.bfloat16 or (x.dtype == torch.float16 and not fmt.has_e8m0_scale)
+    return x.is_cuda and _hopper(x) and x.shape[0] > MOST_TOKENS and of_values
 
 
 def matmul(
@@ -120,18 +121,13 @@ def _hopper(x: Tensor) -> bool:
 
 
 def _space(device: torch.device) -> Workspace:
-    """Of the current stream; while a graph is captured one of its own, which is cleared once when it runs."""
-    stream = torch.cuda.current_stream(device).cuda_stream
+    """Of the current stream; a graph under capture has counters of its own (capturing.py)."""
     if torch.cuda.is_current_stream_capturing():
-        return _captured_space(device, stream, capture_of(stream))
-    return _kept_space(device, stream)
+        return workspace(device, capturing.counters(device))
+    capturing.provide(device)
+    return _kept_space(device, torch.cuda.current_stream(device).cuda_stream)
 
 
 @lru_cache(maxsize=64)
 def _kept_space(device: torch.device, stream: int) -> Workspace:
-    return workspace(device)
-
-
-@lru_cache(maxsize=8)  # memory of the graph's own, which is not given back as long as it stands here
-def _captured_space(device: torch.device, stream: int, capture: object) -> Workspace:
     return workspace(device)

@@ -25,7 +25,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..formats import MXFP4
 from ..kernels import CODES, ROTATED, VALUES
 from ..layouts import BLOCKED_128x4
 from ..settings import triton_interprets
@@ -33,7 +32,7 @@ from ..tensor import FP4Tensor, decode_block_scale, decode_codes
 from . import any_torch, gpu_product, gpu_wide
 from .gpu_launch import Task, encode_scale, hopper_takes, launch, triton_version
 from .gpu_launch import capability as capability_of
-from .gpu_pieces import is_capturing, is_met
+from .gpu_pieces import is_capturing, is_met, pieces_of
 from .protocol import Blocks, Layer, Problem, Quantizer, Weight
 
 NAME = "gpu_triton"
@@ -125,10 +124,12 @@ def in_order(x: Tensor, layer: Layer) -> bool:
     blocks, quantizer, weight = layer.input_blocks, layer.quantizer, layer.weight
     if blocks is None or weight.data.dtype != torch.int32 or layer.output_blocks is not None:
         return False
-    if quantizer is not None and (quantizer.is_qutlass_mxfp4 or (x.dtype == torch.float16 and weight.format == MXFP4)):
+    if (quantizer is not None and quantizer.is_qutlass_mxfp4) or not gpu_product.takes_order(x, weight.format):
         return False
     output = ROTATED if quantizer is None else VALUES
-    return gpu_product.takes_order(x) and _fuses(x, blocks) and hopper_takes(Task(x, blocks, quantizer, output, x))
+    if not (_fuses(x, blocks) and hopper_takes(Task(x, blocks, quantizer, output, x))):
+        return False
+    return pieces_of(blocks, x.dtype).hopper[output].shape[2] >= 64  # whole blocks of that order
 
 
 def matmul(

@@ -21,7 +21,7 @@ are 32 columns, a thread holds 8 neighbours of two rows, and pairs of lanes fini
 | x        | (M, K) bf16 or fp16, contiguous, 16-byte aligned, K a multiple of the width                        |
 | matrix   | (P, W, W) pieces of x's dtype, made by backends/gpu_pieces.py                                      |
 | output   | int64 (M, K/16) of sixteen codes and uint8 scales; or (M, K) values; or (M, K) rotated, of x's dtype;  |
-|          | both as words of two numbers in the order that matmul_many.py multiplies, with PAIRS_ASM            |
+|          | both as words of two numbers in the order that matmul_many.py multiplies, with ORDER_ASM            |
 | moves    | as rotate_quantize.py, the matrix once a program                                                   |
 | does not | check arguments, allocate, take a tensor scale a row                                               |
 | see      | docs/numerics.md and reference.py for the numbers, tests/test_gpu_triton*.py for the tests         |
@@ -94,7 +94,7 @@ def rotate_quantize_hopper(
     BLOCKED: gl.constexpr,
     GROUP: gl.constexpr,
     STORE_LAYOUT: gl.constexpr,
-    PAIRS_ASM: gl.constexpr,
+    ORDER_ASM: gl.constexpr,
     REPAIR: gl.constexpr,
     NEAR: gl.constexpr,
     AMAX_ASM: gl.constexpr,
@@ -220,6 +220,6 @@ def rotate_quantize_hopper(
         else:
             write_values(
                 acc, tile, part, out_ptr, units, factor, amax_factor, encode, divisor, usual, x_tile, matrix, BLOCK,
-                WIDTH, COLUMNS, GROUP, OUTPUT, STORE_LAYOUT, PAIRS_ASM, AMAX_ASM, AMAX_CONSTRAINTS, QUANTIZE_ASM,
+                WIDTH, COLUMNS, GROUP, OUTPUT, STORE_LAYOUT, ORDER_ASM, AMAX_ASM, AMAX_CONSTRAINTS, QUANTIZE_ASM,
                 QUANTIZE_CONSTRAINTS,
             )  # fmt: skip

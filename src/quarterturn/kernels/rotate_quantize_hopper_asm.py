@@ -113,7 +113,25 @@ def _inputs(run: int) -> str:
     return "f," * (run + 4) + "r,r,l,l"
 
 
-def pairs_asm(half: bool) -> str:
-    """Eight fp32 numbers rounded to pairs: the first of two in the lower half of a word."""
+def order_asm(half: bool) -> tuple[str, str]:
+    """Eight fp32 numbers -> four words of two, the first in the lower half; and what brings words into the order of the
+    product.
+
+    The second: lane q of four has words 0 to 3 of run q and of run q + 4 in a block of 64 values, pairs t = 2 (q % 2)
+    and the next, h = 0 and 1, of groups q / 2 and q / 2 + 2. It keeps those of h = q / 2 and gives the others to lane
+    q ^ 2, which has the other groups: four words of groups 0 to 3 for each t.
+    """
     kind = "f16x2" if half else "bf16x2"
-    return " ".join(f"cvt.rn.{kind}.f32 ${i}, ${5 + 2 * i}, ${4 + 2 * i};" for i in range(4))
+    pairs = " ".join(f"cvt.rn.{kind}.f32 ${i}, ${5 + 2 * i}, ${4 + 2 * i};" for i in range(4))
+    lines = [".reg .pred p;", ".reg .b32 q, keep, give, take;", "mov.u32 q, %laneid;", "and.b32 q, q, 2;",
+             "setp.ne.u32 p, q, 0;"]  # fmt: skip
+    for t in range(2):
+        for run in range(2):
+            first = 8 + 4 * run + 2 * t  # of the inputs: h = 0, then h = 1
+            out = 4 * t + 2 * run
+            lines += [
+                f"selp.b32 keep, ${first + 1}, ${first}, p;", f"selp.b32 give, ${first}, ${first + 1}, p;",
+                "shfl.sync.bfly.b32 take, give, 2, 31, -1;", f"selp.b32 ${out}, take, keep, p;",
+                f"selp.b32 ${out + 1}, keep, take, p;",
+            ]  # fmt: skip
+    return pairs, "\n".join(["{", *lines, "}"])

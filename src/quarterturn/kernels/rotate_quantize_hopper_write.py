@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from . import CODES
 
-def store_layout(block: int, columns: int, size: int, num_warps: int) -> gl.DistributedLinearLayout:
+
+def layout_of(output: int, ordered: bool, block: int, columns: int, num_warps: int) -> Any:
+    """How what is stored lies in threads; "" where nobody needs to be told."""
+    if output == CODES or (ordered and columns == 32):
+        return ""
+    # of a run of eight: int32 of two values, or values
+    return (_order_layout if ordered else _store_layout)(block, columns, 4 * output, num_warps)
+
+
+def _store_layout(block: int, columns: int, size: int, num_warps: int) -> gl.DistributedLinearLayout:
     """How (block, columns / 8, size) lies in threads, the last dimension first: what 16-byte stores need to know."""
     across = 2 if 16 * num_warps > block else 1
     down = num_warps // across
@@ -18,6 +30,18 @@ def store_layout(block: int, columns: int, size: int, num_warps: int) -> gl.Dist
     lanes = [[0, 1, 0], [0, 2, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]]
     warps = [[16 << i, 0, 0] for i in range(down.bit_length() - 1)] + ([[0, 8, 0]] if across == 2 else [])
     return gl.DistributedLinearLayout(registers, lanes, warps, [], [block, columns // 8, size])
+
+
+def _order_layout(block: int, columns: int, size: int, num_warps: int) -> gl.DistributedLinearLayout:
+    """The same of what _store_in_order has: (block, columns / 64, 4, 4)."""
+    across = 2 if 16 * num_warps > block else 1
+    down = num_warps // across
+    registers = [[0, 0, 0, 1], [0, 0, 0, 2]]
+    registers += [[0, 1 << i, 0, 0] for i in range((columns // (64 * across)).bit_length() - 1)] + [[8, 0, 0, 0]]
+    registers += [[16 * down << i, 0, 0, 0] for i in range((block // (16 * down)).bit_length() - 1)]
+    lanes = [[0, 0, 1, 0], [0, 0, 2, 0], [1, 0, 0, 0], [2, 0, 0, 0], [4, 0, 0, 0]]
+    warps = [[16 << i, 0, 0, 0] for i in range(down.bit_length() - 1)] + ([[0, 1, 0, 0]] if across == 2 else [])
+    return gl.DistributedLinearLayout(registers, lanes, warps, [], [block, columns // 64, 4, 4])
 
 
 @gluon.jit
@@ -64,18 +88,60 @@ def _store(ptr, x, units, L: gl.constexpr, BLOCK: gl.constexpr, GROUPS: gl.const
 
 @gluon.jit
 def _store_in_order(
-    ptr, words, units, first, L: gl.constexpr, BLOCK: gl.constexpr, RUNS: gl.constexpr, WIDTH: gl.constexpr
-):
-    """Pairs of values (BLOCK, RUNS, 4), the first of them pair `first` of a unit, to where the product wants them.
+    ptr, w0, w1, w2, w3, units, part, L: gl.constexpr, BLOCK: gl.constexpr, COLUMNS: gl.constexpr,
+    WIDTH: gl.constexpr, ORDER_ASM: gl.constexpr,
+):  # fmt: skip
+    """Words 0 to 3 of runs (BLOCK, COLUMNS / 8) to where the product wants them, in rows of WIDTH / 2 words.
 
-    Pair 8q + 2t + h of a block of 64 values lies at 8t + 4h + q there (weight_layout.py, kernels/order_tokens.py).
+    Word 8Q + 2t + h of a block of 64 values lies at 8t + 4h + Q there (weight_layout.py, kernels/order_tokens.py).
+    Columns of 64 change lanes to be stored by 16 bytes; those of 32 have but two of the four groups Q.
     """
+    if COLUMNS == 32:
+        row = gl.arange(0, BLOCK, gl.SliceLayout(1, w0.type.layout))[:, None]
+        run = part * 4 + gl.arange(0, 4, gl.SliceLayout(0, w0.type.layout))[None, :]
+        at = ptr + (row * (WIDTH // 2) + run // 8 * 32 + run % 8 // 2 + run % 2 * 16)
+        inside = (row < units) & (run >= 0)
+        gl.store(at, w0, mask=inside)
+        gl.store(at + 4, w1, mask=inside)
+        gl.store(at + 8, w2, mask=inside)
+        gl.store(at + 12, w3, mask=inside)
+    else:
+        a0, b0 = _runs_apart(w0)
+        a1, b1 = _runs_apart(w1)
+        a2, b2 = _runs_apart(w2)
+        a3, b3 = _runs_apart(w3)
+        x0, x1, x2, x3, y0, y1, y2, y3 = gl.inline_asm_elementwise(
+            ORDER_ASM[1],
+            "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r",
+            [a0, a1, a2, a3, b0, b1, b2, b3],
+            dtype=_EIGHT_WORDS,
+            is_pure=False,  # lanes that exchange values must not be parted
+            pack=1,
+        )
+        first = ptr + part * (COLUMNS // 2)
+        _store_groups(first, x0, x1, x2, x3, units, 0, L, BLOCK, COLUMNS // 64, WIDTH)
+        _store_groups(first, y0, y1, y2, y3, units, 8, L, BLOCK, COLUMNS // 64, WIDTH)
+
+
+@gluon.jit
+def _runs_apart(w):
+    """(BLOCK, 8 n) of runs -> those of the first and of the second half of each block of eight, (BLOCK, n, 4)."""
+    return w.reshape([w.shape[0], w.shape[1] // 8, 2, 4]).permute((0, 1, 3, 2)).split()
+
+
+@gluon.jit
+def _store_groups(
+    ptr, x0, x1, x2, x3, units, offset: gl.constexpr, L: gl.constexpr, BLOCK: gl.constexpr, BLOCKS: gl.constexpr,
+    WIDTH: gl.constexpr,
+):  # fmt: skip
+    """Words of groups 0 to 3 (BLOCK, BLOCKS, 4), the last dimension lanes: t is 2 (q % 2), and h is q / 2."""
+    words = gl.join(gl.join(x0, x2), gl.join(x1, x3)).reshape([BLOCK, BLOCKS, 4, 4])
     words = gl.convert_layout(words, L, assert_trivial=True)
-    row = gl.arange(0, BLOCK, gl.SliceLayout(1, gl.SliceLayout(2, L)))[:, None, None]
-    run = gl.arange(0, RUNS, gl.SliceLayout(0, gl.SliceLayout(2, L)))[None, :, None]
-    pair = first + run * 4 + gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, L)))[None, None, :]
-    place = pair // 32 * 32 + pair % 8 // 2 * 8 + pair % 2 * 4 + pair % 32 // 8
-    gl.store(ptr + (row * (WIDTH // 2) + place), words, mask=row < units)
+    row = gl.arange(0, BLOCK, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, L))))[:, None, None, None]
+    block = gl.arange(0, BLOCKS, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, L))))[None, :, None, None]
+    q = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, L))))[None, None, :, None]
+    i = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, L))))[None, None, None, :]
+    gl.store(ptr + (row * (WIDTH // 2) + block * 32 + (q % 2 * 16 + q // 2 * 4 + offset) + i), words, mask=row < units)
 
 
 @gluon.jit
@@ -91,6 +157,7 @@ def _spread(amax, BLOCK: gl.constexpr, GROUPS: gl.constexpr, RUNS: gl.constexpr)
 _SEVENTEEN_FLOATS = gl.constexpr((gl.float32,) * 17)
 _NINE_FLOATS = gl.constexpr((gl.float32,) * 9)
 _FOUR_WORDS = gl.constexpr((gl.int32,) * 4)
+_EIGHT_WORDS = gl.constexpr((gl.int32,) * 8)
 
 
 @gluon.jit
@@ -168,12 +235,12 @@ def write_codes(
 def write_values(
     acc, tile, part, out_ptr, units, factor, amax_factor, encode, divisor, usual, x_tile, matrix, BLOCK: gl.constexpr,
     WIDTH: gl.constexpr, COLUMNS: gl.constexpr, GROUP: gl.constexpr, OUTPUT: gl.constexpr, STORE_LAYOUT: gl.constexpr,
-    PAIRS_ASM: gl.constexpr, AMAX_ASM: gl.constexpr, AMAX_CONSTRAINTS: gl.constexpr, QUANTIZE_ASM: gl.constexpr,
+    ORDER_ASM: gl.constexpr, AMAX_ASM: gl.constexpr, AMAX_CONSTRAINTS: gl.constexpr, QUANTIZE_ASM: gl.constexpr,
     QUANTIZE_CONSTRAINTS: gl.constexpr,
 ):  # fmt: skip
     """The accumulator (BLOCK, COLUMNS) of a tile as numbers of 16 bits: e2m1 * block_scale, or as it is.
 
-    PAIRS_ASM: values are stored in the order of the product; rounds two numbers. Else "".
+    ORDER_ASM: texts with which values are stored in the order of the product; else none.
     """
     z = acc.reshape([BLOCK, COLUMNS // 32, 4, 4, 2]).permute((0, 1, 3, 2, 4))
     # value i of each run: 8 tensors (BLOCK, COLUMNS / 8), where they are
@@ -185,6 +252,7 @@ def write_values(
     run = part * (COLUMNS // 8) + gl.arange(0, COLUMNS // 8, gl.SliceLayout(0, L))[None, :]
     offset = row * (WIDTH // 8) + run
     first = gl.cast(tile, gl.int64) * (BLOCK * WIDTH) + part * COLUMNS
+    whole = out_ptr + gl.cast(tile, gl.int64) * (BLOCK * WIDTH // 2)  # of words
     amax = factor
     if AMAX_ASM != "":
         amax, z0, z1, z2, z3, z4, z5, z6, z7 = gl.inline_asm_elementwise(
@@ -205,27 +273,27 @@ def write_values(
             is_pure=True,
             pack=1,
         )
-        words = _join4(w0, w1, w2, w3)
-        if PAIRS_ASM != "":
-            _store_in_order(
-                out_ptr + gl.cast(tile, gl.int64) * (BLOCK * WIDTH // 2), words, units - tile * BLOCK,
-                part * (COLUMNS // 2), STORE_LAYOUT, BLOCK, COLUMNS // 8, WIDTH,
-            )  # fmt: skip
-        else:
+        if len(ORDER_ASM) == 0:
+            words = _join4(w0, w1, w2, w3)
             _store(out_ptr + first // 2, words, units - tile * BLOCK, STORE_LAYOUT, BLOCK, COLUMNS // 8, 4, WIDTH // 2)
-    elif PAIRS_ASM != "":
+        else:
+            whole = out_ptr + gl.cast(tile, gl.int64) * (BLOCK * WIDTH // 2)
+            _store_in_order(
+                whole, w0, w1, w2, w3, units - tile * BLOCK, part, STORE_LAYOUT, BLOCK, COLUMNS, WIDTH, ORDER_ASM
+            )
+    elif len(ORDER_ASM) > 0:
         w0, w1, w2, w3 = gl.inline_asm_elementwise(
-            PAIRS_ASM,
+            ORDER_ASM[0],
             "=&r,=&r,=&r,=&r,f,f,f,f,f,f,f,f",
             [z0 * factor, z1 * factor, z2 * factor, z3 * factor, z4 * factor, z5 * factor, z6 * factor, z7 * factor],
             dtype=_FOUR_WORDS,
             is_pure=True,
             pack=1,
         )
+        whole = out_ptr + gl.cast(tile, gl.int64) * (BLOCK * WIDTH // 2)
         _store_in_order(
-            out_ptr + gl.cast(tile, gl.int64) * (BLOCK * WIDTH // 2), _join4(w0, w1, w2, w3), units - tile * BLOCK,
-            part * (COLUMNS // 2), STORE_LAYOUT, BLOCK, COLUMNS // 8, WIDTH,
-        )  # fmt: skip
+            whole, w0, w1, w2, w3, units - tile * BLOCK, part, STORE_LAYOUT, BLOCK, COLUMNS, WIDTH, ORDER_ASM
+        )
     else:
         out: gl.constexpr = out_ptr.dtype.element_ty
         halves = gl.join(_join4(z0, z2, z4, z6), _join4(z1, z3, z5, z7))
