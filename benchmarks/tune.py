@@ -82,9 +82,10 @@ _RING = 200 * 1024
 
 
 def has_room(cut: gpu_matmul_many.Cut, m: int, n: int, count: int) -> bool:
-    """Whether the workspace holds the sums and counts of a split product."""
+    """Whether the programs of a split product fit on the GPU, and their sums and counts in the workspace."""
     tiles = -(-n // cut.rows) * -(-m // cut.tokens)
-    return cut.split == 1 or (tiles * cut.split * cut.tokens <= 2 * count * 128 and tiles <= 2 * count)
+    fits = tiles * cut.split <= cut.programs * count and tiles * cut.split * cut.tokens <= 2 * count * 128
+    return cut.split == 1 or (fits and tiles <= 2 * count)
 
 
 def fastest(

@@ -1,9 +1,12 @@
 """Which capture of a CUDA graph records what a stream is given (PyTorch tells only whether one does), and counters that
-it may use: zero before and after each kernel, so that nothing has to clear them when the graph runs."""
+it may use: zero before and after each kernel, so that nothing has to clear them when the graph runs. And memory that
+outlasts a call, which must not be a graph's."""
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache, lru_cache
 from typing import Any
 
@@ -37,6 +40,29 @@ def _function() -> Any:
         return None
 
 
+@contextmanager
+def lasting(device: torch.device) -> Iterator[None]:
+    """What is allocated in it may be kept, and be read on any stream after it.
+
+    PyTorch's own graphs (`cudagraph_trees`) call a function once before they capture it, on a stream whose memory is
+    already the graph's; what is kept of that would be overwritten. So it is made on a stream of its own, and waited
+    for. Not while a graph is captured, when there is no other memory than the graph's.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    aside = _aside(device)
+    aside.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(aside):
+        yield
+    aside.synchronize()
+
+
+@cache
+def _aside(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
 class _Sets:
     """Sets of counters of a device, each for one capture and stream. Graphs read them as long as the process lives, so
     none is given twice, nor freed."""
@@ -53,8 +79,8 @@ def provide(device: torch.device) -> None:
     """Have sets of counters ready. Not while a graph is captured: it would be the graph that clears them."""
     sets = _SETS_OF.setdefault(device, _Sets())
     if len(sets.left) < _SETS // 2:
-        made = torch.zeros(_SETS, COUNTERS, dtype=torch.int32, device=device)
-        torch.cuda.current_stream(device).synchronize()  # graphs on other streams use it next
+        with lasting(device):
+            made = torch.zeros(_SETS, COUNTERS, dtype=torch.int32, device=device)
         sets.kept.append(made)
         sets.left.extend(made.unbind())
 

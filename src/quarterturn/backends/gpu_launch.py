@@ -16,6 +16,7 @@ from ..formats import E8M0_THRESHOLDS, INV6, MXFP4
 from ..kernels import CODES, ROTATED, VALUES
 from ..layouts import BLOCKED_128x4
 from ..settings import triton_interprets
+from .capturing import lasting
 from .gpu_pieces import pieces_of
 from .protocol import Blocks, Quantizer
 
@@ -81,12 +82,10 @@ def _constant(value: float, device: torch.device) -> Tensor:
     """One number, kept; one that a graph under capture is the first to need is the graph's, and filled when it runs."""
     kept = _CONSTANTS.get((value, device))
     if kept is None:
-        kept = torch.full((1,), value, dtype=torch.float32, device=device)
-        if device.type == "cuda":
-            if torch.cuda.is_current_stream_capturing():
-                return kept
-            torch.cuda.current_stream(device).synchronize()  # other streams may read it next
-        _CONSTANTS[value, device] = kept
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return torch.full((1,), value, dtype=torch.float32, device=device)
+        with lasting(device):
+            kept = _CONSTANTS[value, device] = torch.full((1,), value, dtype=torch.float32, device=device)
     return kept
 
 
@@ -224,12 +223,13 @@ _FEW = 64 * 128
 """Values a multiprocessor up to which there are few: each program then has one tile."""
 
 
-def few_columns(tiles: int, blocked: bool, codes_of_two: bool) -> int:
-    """Columns of a program where there are few values: fewer are fewer steps, but scatter the bytes of 128x4 scales.
+def few_columns(tiles: int, blocked: bool, codes_of_two: bool, ordered: bool = False) -> int:
+    """Columns of a program where there are few values: fewer are fewer steps, but scatter the bytes of 128x4 scales and
+    of values in the order of the product.
 
     codes_of_two: codes that are made with two pieces of three are made in the same way whatever the number of rows.
     """
-    return 64 if codes_of_two or (blocked and tiles >= 32) else 32
+    return 64 if codes_of_two or ordered or (blocked and tiles >= 32) else 32
 
 
 def few_tiling(width: int, columns: int) -> Tiling:
@@ -323,7 +323,7 @@ def _launch_hopper(task: Task) -> None:
     few = x.numel() < _FEW * processors
     factor, blocked = pieces.factor, task.blocked
     of_two = pieces.near and task.output == CODES
-    columns = few_columns(x.numel() // (64 * max(64, pieces.size)), blocked, of_two) if few else 0
+    columns = few_columns(x.numel() // (64 * max(64, pieces.size)), blocked, of_two, task.ordered) if few else 0
     operand = pieces.hopper[VALUES if columns == 32 else task.output]
     near = of_two and task.group == 16
     count, width = operand.shape[0], operand.shape[2]

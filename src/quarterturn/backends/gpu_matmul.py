@@ -183,7 +183,7 @@ def workspace(device: torch.device, floats: int) -> tuple[Tensor, Tensor]:
     counters of its own (capturing.py).
     """
     if not floats:
-        nothing = _nothing(device)
+        nothing = gpu_launch._constant(0.0, device)  # an address that nothing reads
         return nothing, nothing
     if torch.cuda.is_current_stream_capturing():
         return torch.empty(floats, dtype=torch.float32, device=device), capturing.counters(device)
@@ -193,13 +193,9 @@ def workspace(device: torch.device, floats: int) -> tuple[Tensor, Tensor]:
 
 @lru_cache(maxsize=64)
 def _kept_workspace(device: torch.device, stream: int, floats: int) -> tuple[Tensor, Tensor]:
-    counts = torch.zeros(capturing.COUNTERS, dtype=torch.int32, device=device)
-    return torch.empty(floats, dtype=torch.float32, device=device), counts
-
-
-@lru_cache(maxsize=64)
-def _nothing(device: torch.device) -> Tensor:
-    return torch.empty(4, dtype=torch.float32, device=device)
+    with capturing.lasting(device):
+        counts = torch.zeros(capturing.COUNTERS, dtype=torch.int32, device=device)
+        return torch.empty(floats, dtype=torch.float32, device=device), counts
 
 
 def constants(config: Config) -> dict[str, Any]:

@@ -21,8 +21,8 @@ from .gpu_launch import _Described, capability, multiprocessors
 
 
 class Cut(NamedTuple):
-    """rows and tokens of a tile; stages of `depth` blocks of 64 of x in shared memory; programs, a cluster, that a tile
-    is split into along K; whether weights meet x in its natural order; programs a multiprocessor."""
+    """rows and tokens of a tile; stages of `depth` blocks of 64 of x in shared memory; programs that share a tile, each
+    a part of K; whether weights meet x in its natural order; programs a multiprocessor."""
 
     rows: int
     tokens: int
@@ -67,7 +67,7 @@ _TILES = {
     256: _Tile(256, 1, 1, 0.67),
 }
 _ROWS = 128
-_SPLITS = (1, 2, 4, 8)  # a cluster is one of at most 8 everywhere
+_SPLITS = (1, 2, 3, 4, 5, 6, 8)
 _NATURAL_BELOW = 9000
 _WARPS = 8
 _GROUP = 16  # token tiles that share weights in L2
@@ -120,7 +120,7 @@ def many(
     y = x.new_empty(m, n) if out is None else out
     row_tiles, token_tiles = -(-n // how.rows), -(-m // how.tokens)
     launcher(config)(
-        row_tiles * token_tiles, x, weight.codes, weight.scales, y, alpha, x_scale,
+        row_tiles * token_tiles * how.split, x, weight.codes, weight.scales, y, alpha, x_scale,
         alpha if bias is None else bias, space.parts, space.counts, m, n, row_tiles, token_tiles,
         weight.scales.shape[1], blocks, tiles16,
     )  # fmt: skip
@@ -155,8 +155,9 @@ class Config(NamedTuple):
         }  # fmt: skip
 
     def options(self) -> dict[str, Any]:
-        """The compiler's options."""
-        return {"enable_fp_fusion": False, **({"maxnreg": _REGISTERS_OF_TWO} if self.cut.programs == 2 else {})}
+        """The compiler's options, and the launch's."""
+        most = {"maxnreg": _REGISTERS_OF_TWO} if self.cut.programs == 2 else {}
+        return {"enable_fp_fusion": False, "launch_cooperative_grid": self.cut.split > 1, **most}
 
 
 @lru_cache(maxsize=512)
@@ -180,19 +181,16 @@ def launcher(config: Config) -> Callable[..., None]:
         launch_pdl=True, grid=(1,),
     )  # fmt: skip
     compiled._init_handles()
-    index, run, function = config.device.index, compiled.run, compiled.function
-    num_warps, _, shared = compiled.packed_metadata
-    # The kernel is one of a single program; launched as clusters of `split`, whose size the launcher takes from here.
-    metadata = (num_warps, how.split, shared)
+    index, run, function, metadata = config.device.index, compiled.run, compiled.function, compiled.packed_metadata
     constexprs = [constants[name] for name in kernel.arg_names if name in constants]
     stream_of, by_tma = driver.active.get_current_stream, config.by_tma
     unused = _Described(like, [1024, 1024], [1024, 1])
 
-    def start(clusters: int, x: Tensor, codes: Tensor, scales: Tensor, y: Tensor, *rest: Any) -> None:
+    def start(programs: int, x: Tensor, codes: Tensor, scales: Tensor, y: Tensor, *rest: Any) -> None:
         m, width = x.shape
         n = y.shape[1]
         run(
-            clusters, 1, 1, stream_of(index), function, metadata, None, None, None,
+            programs, 1, 1, stream_of(index), function, metadata, None, None, None,
             _Described(x, [m, width], [x.stride(0), 1]), _Described(y, [m, n], [n, 1]) if by_tma else unused,
             codes, scales, y, *rest, *constexprs,
         )  # fmt: skip

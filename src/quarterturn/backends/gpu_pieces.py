@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import CODES, OUTPUTS
+from .capturing import lasting
 from .kept import Kept
 from .protocol import Blocks
 
@@ -48,9 +49,8 @@ def pieces_of(blocks: Blocks, dtype: torch.dtype) -> Pieces:
     if key not in made:
         if capturing:
             return make_pieces(blocks, dtype, look=False)
-        made[key] = make_pieces(blocks, dtype)
-        if matrix.is_cuda:
-            torch.cuda.current_stream(matrix.device).synchronize()  # other streams may read it next
+        with lasting(matrix.device):
+            made[key] = make_pieces(blocks, dtype)
     pieces: Pieces = made[key]
     if capturing:
         _CAPTURED[id(pieces)] = pieces

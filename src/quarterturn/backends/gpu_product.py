@@ -130,4 +130,5 @@ def _space(device: torch.device) -> Workspace:
 
 @lru_cache(maxsize=64)
 def _kept_space(device: torch.device, stream: int) -> Workspace:
-    return workspace(device)
+    with capturing.lasting(device):
+        return workspace(device)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ..settings import triton_interprets
+from .capturing import lasting
 from .factors import WIDE, Factors, factors_of
 from .gpu_launch import capability, multiprocessors, on_device
 from .gpu_pieces import is_capturing
@@ -105,9 +106,8 @@ def wide_of(blocks: Blocks, x: Tensor) -> Wide | None:
         factors = factors_of(matrix)
         if capturing:
             return None
-        made[key] = None if factors is None else make_wide(factors, *key, matrix.device)
-        if matrix.is_cuda:
-            torch.cuda.current_stream(matrix.device).synchronize()  # other streams may read it next
+        with lasting(matrix.device):
+            made[key] = None if factors is None else make_wide(factors, *key, matrix.device)
     wide: Wide | None = made[key]
     if wide is None or not fits(wide, capability(x.device) if x.is_cuda else (8, 0)):
         return None

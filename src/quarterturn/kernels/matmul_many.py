@@ -6,9 +6,9 @@ A program makes a tile of y^T, ROWS of w by TOKENS of x, over all of K or one of
     the other warps  load fragments of w a chunk of 256 values ahead of their use, decode a block of 64 while wgmma
                      multiplies the block before it, and finish: y = acc * (alpha * x_scale) + bias, one rounding
 
-With SPLIT > 1 the programs of a tile are launched as a cluster, so that all of them run at once whatever else the GPU
-does. Their partial sums go to memory; each waits until all have left theirs and adds its share of the tile in the order
-of K, so that the same input gives the same bits, run after run.
+With SPLIT > 1 the partial sums go to memory; each program of a tile waits until all have left theirs and adds its share
+of the tile in the order of K, so that the same input gives the same bits, run after run. So all programs have to be on
+the GPU at once: no more of them than fit, launched cooperatively, which makes sure of it whatever else the GPU does.
 
 The order of K inside a block of 64 is that of weight_layout.py: x comes in it ("ordered", kernels/order_tokens.py), or
 NATURAL and the decoded weights change lanes to meet it.
@@ -135,8 +135,9 @@ def _place(row_tiles, token_tiles, chunks, SPLIT: gl.constexpr, GROUP: gl.conste
 
     Tokens go fastest, in groups of GROUP tiles: programs that run together read the same weights, and x stays in L2.
     """
-    part = gl.program_id(0) % SPLIT
-    tile = gl.program_id(0) // SPLIT
+    tiles = row_tiles * token_tiles
+    part = gl.program_id(0) // tiles
+    tile = gl.program_id(0) - part * tiles
     group = tile // (GROUP * row_tiles)
     inside = tile - group * (GROUP * row_tiles)
     across = gl.minimum(token_tiles - group * GROUP, GROUP)
@@ -266,7 +267,7 @@ def matmul_many(
     HAS_BIAS: gl.constexpr, X_BY_ROW: gl.constexpr, TMA_OUT: gl.constexpr, LANES: gl.constexpr, CODES: gl.constexpr,
     SCALES: gl.constexpr, PAIRS: gl.constexpr, ASM: gl.constexpr, CONSTRAINTS: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """row_tiles * token_tiles clusters of SPLIT programs of num_warps warps and one more.
+    """row_tiles * token_tiles * SPLIT programs of num_warps warps and one more.
 
     chunks: of 256 values of K; blocks, tiles16: of 64 values and of 16 rows that codes has. STAGES * DEPTH is 4 or 8.
     EVEN: blocks is a multiple of 4. LANES: of the scales, 32 (NVFP4) or 16 (MXFP4).

@@ -14,7 +14,7 @@ from . import CODES
 
 def layout_of(output: int, ordered: bool, block: int, columns: int, num_warps: int) -> Any:
     """How what is stored lies in threads; "" where nobody needs to be told."""
-    if output == CODES or (ordered and columns == 32):
+    if output == CODES:
         return ""
     # of a run of eight: int32 of two values, or values
     return (_order_layout if ordered else _store_layout)(block, columns, 4 * output, num_warps)
@@ -94,33 +94,22 @@ def _store_in_order(
     """Words 0 to 3 of runs (BLOCK, COLUMNS / 8) to where the product wants them, in rows of WIDTH / 2 words.
 
     Word 8Q + 2t + h of a block of 64 values lies at 8t + 4h + Q there (weight_layout.py, kernels/order_tokens.py).
-    Columns of 64 change lanes to be stored by 16 bytes; those of 32 have but two of the four groups Q.
     """
-    if COLUMNS == 32:
-        row = gl.arange(0, BLOCK, gl.SliceLayout(1, w0.type.layout))[:, None]
-        run = part * 4 + gl.arange(0, 4, gl.SliceLayout(0, w0.type.layout))[None, :]
-        at = ptr + (row * (WIDTH // 2) + run // 8 * 32 + run % 8 // 2 + run % 2 * 16)
-        inside = (row < units) & (run >= 0)
-        gl.store(at, w0, mask=inside)
-        gl.store(at + 4, w1, mask=inside)
-        gl.store(at + 8, w2, mask=inside)
-        gl.store(at + 12, w3, mask=inside)
-    else:
-        a0, b0 = _runs_apart(w0)
-        a1, b1 = _runs_apart(w1)
-        a2, b2 = _runs_apart(w2)
-        a3, b3 = _runs_apart(w3)
-        x0, x1, x2, x3, y0, y1, y2, y3 = gl.inline_asm_elementwise(
-            ORDER_ASM[1],
-            "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r",
-            [a0, a1, a2, a3, b0, b1, b2, b3],
-            dtype=_EIGHT_WORDS,
-            is_pure=False,  # lanes that exchange values must not be parted
-            pack=1,
-        )
-        first = ptr + part * (COLUMNS // 2)
-        _store_groups(first, x0, x1, x2, x3, units, 0, L, BLOCK, COLUMNS // 64, WIDTH)
-        _store_groups(first, y0, y1, y2, y3, units, 8, L, BLOCK, COLUMNS // 64, WIDTH)
+    a0, b0 = _runs_apart(w0)
+    a1, b1 = _runs_apart(w1)
+    a2, b2 = _runs_apart(w2)
+    a3, b3 = _runs_apart(w3)
+    x0, x1, x2, x3, y0, y1, y2, y3 = gl.inline_asm_elementwise(
+        ORDER_ASM[1],
+        "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r",
+        [a0, a1, a2, a3, b0, b1, b2, b3],
+        dtype=_EIGHT_WORDS,
+        is_pure=False,  # lanes that exchange values must not be parted
+        pack=1,
+    )
+    first = ptr + part * (COLUMNS // 2)
+    _store_groups(first, x0, x1, x2, x3, units, 0, L, BLOCK, COLUMNS // 64, WIDTH)
+    _store_groups(first, y0, y1, y2, y3, units, 8, L, BLOCK, COLUMNS // 64, WIDTH)
 
 
 @gluon.jit
