@@ -7,8 +7,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from conftest import INTERPRETED
 from gpu_cases import DEVICE
 from quarterturn import MXFP4, ops
+from quarterturn.backends import fp8_launch
 from quarterturn.formats import E2M1_VALUES
 from quarterturn.linear import FP4Linear
 from quarterturn.tensor import FP4Tensor
@@ -21,6 +23,14 @@ E4M3_BY_HAND = torch.tensor(
     dtype=torch.float64,
 )
 """The value of every E4M3 byte that is a number and not negative, by the format's definition (bias 7)."""
+
+
+UNIT = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-24}
+FP32_SUMS = (4e-6, 0.0)
+FP8_SUMS = FP32_SUMS if INTERPRETED else (2.0**-11, 2.0**-9)
+"""What a sum may be off, in units of the sum of magnitudes, and of the largest product. An instruction cuts each of 33
+summands by less than 2^-13 of the largest, so it may be 2^-8 of that off, and is far less; sums of 128 are rounded in
+that way too, a few times, and have different signs."""
 
 
 def decoded(byte: Tensor) -> Tensor:
@@ -104,3 +114,29 @@ def by_float64(layer: FP4Linear, x: Tensor) -> Expected:
     y, size = values @ w.T, values.abs() @ w.abs().T
     peak = values.abs().amax(1, keepdim=True) * w.abs().amax(1)
     return Expected(y, size, peak) if layer.bias is None else Expected(y + layer.bias.double(), size, peak)
+
+
+def assert_near(got: Tensor, want: Expected, sums: tuple[float, float], what: str = "") -> None:
+    assert not got.isnan().any(), what
+    bound = 1.01 * UNIT[got.dtype] * want.y.abs() + sums[0] * want.size + sums[1] * want.peak
+    bound += 2.0**-24 * (got.dtype == torch.float16)
+    worst = float(((got.double() - want.y).abs() / bound.clamp_min(1e-300)).max()) if got.numel() else 0.0
+    assert worst <= 1, f"{what}: {worst} of the bound"
+
+
+def converted(x: FP4Tensor, scale: float = 1.0) -> fp8_launch.E4M3Operand:
+    moved = x.to(DEVICE)
+    return fp8_launch.operand(moved.codes, moved.block_scale, torch.tensor([scale], device=DEVICE), torch.bfloat16)
+
+
+def bytes_of(made: fp8_launch.E4M3Operand) -> Tensor:
+    return made.data.view(torch.uint8)[: made.rows].cpu()
+
+
+def exactly(made: fp8_launch.E4M3Operand) -> Tensor:
+    """What E4M3 numbers and row scales say, float64."""
+    return decoded(bytes_of(made)) * made.row_scale[: made.rows].cpu().double()
+
+
+def left_rows(operand: fp8_launch.E4M3Operand) -> list[int]:
+    return sorted(operand.left[: int(operand.count), 0].tolist())

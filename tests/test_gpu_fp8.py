@@ -8,59 +8,42 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
 
 from comparing import assert_refused
 from conftest import INTERPRETED
-from fp8_cases import Expected, by_float64, decoded, layer_of, operand_of, scaled_mm, values_of
+from fp8_cases import (
+    FP8_SUMS,
+    FP32_SUMS,
+    Expected,
+    assert_near,
+    by_float64,
+    bytes_of,
+    converted,
+    decoded,
+    exactly,
+    layer_of,
+    left_rows,
+    operand_of,
+    scaled_mm,
+    values_of,
+)  # fmt: skip
 from gpu_cases import DEVICE
 from quarterturn import MXFP4, NVFP4, e4m3_layout, ops, random_hadamard
 from quarterturn.backends import fp8_launch
 from quarterturn.linear import FP4Linear
+from quarterturn.sharing import tie
 from quarterturn.tensor import FP4Tensor
 
 pytestmark = pytest.mark.gpu
 small = pytest.mark.interpreter
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-UNIT = {BF16: 2.0**-8, FP16: 2.0**-11, FP32: 2.0**-24}
-FP32_SUMS = (4e-6, 0.0)
-FP8_SUMS = FP32_SUMS if INTERPRETED else (2.0**-11, 2.0**-9)
-"""What a sum may be off, in units of the sum of magnitudes, and of the largest product. An instruction cuts each of 33
-summands by less than 2^-13 of the largest, so it may be 2^-8 of that off, and is far less; sums of 128 are rounded in
-that way too, a few times, and have different signs."""
 
 
 @pytest.fixture(autouse=True)
 def _product_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     if INTERPRETED:
         monkeypatch.setattr(torch.nn.functional, "scaled_mm", scaled_mm)
-
-
-def assert_near(got: Tensor, want: Expected, sums: tuple[float, float], what: str = "") -> None:
-    assert not got.isnan().any(), what
-    bound = 1.01 * UNIT[got.dtype] * want.y.abs() + sums[0] * want.size + sums[1] * want.peak
-    bound += 2.0**-24 * (got.dtype == FP16)
-    worst = float(((got.double() - want.y).abs() / bound.clamp_min(1e-300)).max()) if got.numel() else 0.0
-    assert worst <= 1, f"{what}: {worst} of the bound"
-
-
-def converted(x: FP4Tensor, scale: float = 1.0) -> fp8_launch.E4M3Operand:
-    moved = x.to(DEVICE)
-    return fp8_launch.operand(moved.codes, moved.block_scale, torch.tensor([scale], device=DEVICE), BF16)
-
-
-def bytes_of(made: fp8_launch.E4M3Operand) -> Tensor:
-    return made.data.view(torch.uint8)[: made.rows].cpu()
-
-
-def exactly(made: fp8_launch.E4M3Operand) -> Tensor:
-    """What E4M3 numbers and row scales say, float64."""
-    return decoded(bytes_of(made)) * made.row_scale[: made.rows].cpu().double()
-
-
-def left_rows(operand: fp8_launch.E4M3Operand) -> list[int]:
-    return sorted(operand.left[: int(operand.count), 0].tolist())
 
 
 # ---- conversion
@@ -272,6 +255,25 @@ def test_a_weight_that_does_not_fit_keeps_the_other_product_and_says_so() -> Non
     assert "float8" not in told.weights
     x = torch.randn(5, 64, device=DEVICE).to(BF16)
     assert_near(layer(x), by_float64(layer, x), FP32_SUMS)
+
+
+@small
+def test_siblings_share_x_where_all_take_it_in_e4m3() -> None:
+    unfit = operand_of(64, 64)
+    unfit.block_scale[3], unfit.codes[3] = torch.tensor([100, 115], dtype=torch.uint8), 0x21
+    weights = [operand_of(48, 64), unfit, operand_of(80, 64), unfit]
+    parent = torch.nn.Module()
+    for i, weight in enumerate(weights):
+        layer = FP4Linear.from_tensor(weight.to(DEVICE), activations="fp4", backend="gpu_fp8")
+        parent.add_module(f"part{i}", layer)
+    layers, tied = list(parent.children()), torch.randn(9, 64, device=DEVICE).to(BF16)
+    tied[4, 32:] *= 2.0**-40
+    want = [by_float64(layer, tied) for layer in layers]
+    tie(parent, FP4Linear)
+    for order in ((0, 1, 2, 3), (1, 0, 3, 2), (3, 2, 1, 0)):
+        x = tied.clone()
+        for i in order:
+            assert_near(layers[i](x), want[i], FP8_SUMS, f"{order}, {i}")
 
 
 @small

@@ -98,7 +98,7 @@ def prepare(weight: FP4Tensor, mode: str) -> Tensor | None:
 
 def remark(weight: FP4Tensor, values: Tensor | None) -> str | None:
     """Why a layer does not run as the backend's name says; None where it does."""
-    if values is None or values.dtype == e4m3_layout.DTYPE:
+    if values is not None and values.dtype == e4m3_layout.DTYPE:
         return None
     _, unfit = fp8_launch.weight_in_e4m3(weight)
     return (
