@@ -5,10 +5,10 @@ outlasts a call, which must not be a graph's."""
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache, lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,6 +16,8 @@ from torch import Tensor
 COUNTERS = 1024
 """int32 numbers that a capture gets."""
 _SETS = 1024
+
+Made = TypeVar("Made")
 
 
 def capture_of(stream: int) -> object | None:
@@ -40,27 +42,25 @@ def _function() -> Any:
         return None
 
 
-@contextmanager
-def lasting(device: torch.device) -> Iterator[None]:
-    """What is allocated in it may be kept, and be read on any stream after it.
+def lasting(device: torch.device, make: Callable[[], Made]) -> Made:
+    """What `make` gives, in memory that may be kept and read on any stream after it.
 
-    PyTorch's own graphs (`cudagraph_trees`) call a function once before they capture it, on a stream whose memory is
-    already the graph's; what is kept of that would be overwritten. So it is made on a stream of its own, and waited
+    PyTorch's own graphs (`cudagraph_trees`) call a function once before they capture it, in a thread whose allocations
+    are already the graph's; what is kept of that would be overwritten. So it is made in a thread of its own, and waited
     for. Not while a graph is captured, when there is no other memory than the graph's.
     """
     if device.type != "cuda":
-        yield
-        return
-    aside = _aside(device)
-    aside.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(aside):
-        yield
-    aside.synchronize()
+        return make()
 
+    def run() -> Made:
+        with torch.cuda.device(device), torch.no_grad():
+            made = make()
+            torch.cuda.current_stream(device).synchronize()
+            return made
 
-@cache
-def _aside(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
+    torch.cuda.current_stream(device).synchronize()  # what it reads is there
+    with ThreadPoolExecutor(1) as worker:
+        return worker.submit(run).result()
 
 
 class _Sets:
@@ -79,8 +79,7 @@ def provide(device: torch.device) -> None:
     """Have sets of counters ready. Not while a graph is captured: it would be the graph that clears them."""
     sets = _SETS_OF.setdefault(device, _Sets())
     if len(sets.left) < _SETS // 2:
-        with lasting(device):
-            made = torch.zeros(_SETS, COUNTERS, dtype=torch.int32, device=device)
+        made = lasting(device, lambda: torch.zeros(_SETS, COUNTERS, dtype=torch.int32, device=device))
         sets.kept.append(made)
         sets.left.extend(made.unbind())
 

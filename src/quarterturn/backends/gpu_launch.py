@@ -6,7 +6,7 @@ import ctypes
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -82,10 +82,10 @@ def _constant(value: float, device: torch.device) -> Tensor:
     """One number, kept; one that a graph under capture is the first to need is the graph's, and filled when it runs."""
     kept = _CONSTANTS.get((value, device))
     if kept is None:
+        make = partial(torch.full, (1,), value, dtype=torch.float32, device=device)
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            return torch.full((1,), value, dtype=torch.float32, device=device)
-        with lasting(device):
-            kept = _CONSTANTS[value, device] = torch.full((1,), value, dtype=torch.float32, device=device)
+            return make()
+        kept = _CONSTANTS[value, device] = lasting(device, make)
     return kept
 
 

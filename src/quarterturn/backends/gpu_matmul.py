@@ -193,9 +193,11 @@ def workspace(device: torch.device, floats: int) -> tuple[Tensor, Tensor]:
 
 @lru_cache(maxsize=64)
 def _kept_workspace(device: torch.device, stream: int, floats: int) -> tuple[Tensor, Tensor]:
-    with capturing.lasting(device):
+    def make() -> tuple[Tensor, Tensor]:
         counts = torch.zeros(capturing.COUNTERS, dtype=torch.int32, device=device)
         return torch.empty(floats, dtype=torch.float32, device=device), counts
+
+    return capturing.lasting(device, make)
 
 
 def constants(config: Config) -> dict[str, Any]:

@@ -49,8 +49,7 @@ def pieces_of(blocks: Blocks, dtype: torch.dtype) -> Pieces:
     if key not in made:
         if capturing:
             return make_pieces(blocks, dtype, look=False)
-        with lasting(matrix.device):
-            made[key] = make_pieces(blocks, dtype)
+        made[key] = lasting(matrix.device, lambda: make_pieces(blocks, dtype))
     pieces: Pieces = made[key]
     if capturing:
         _CAPTURED[id(pieces)] = pieces

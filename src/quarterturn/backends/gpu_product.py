@@ -130,5 +130,4 @@ def _space(device: torch.device) -> Workspace:
 
 @lru_cache(maxsize=64)
 def _kept_space(device: torch.device, stream: int) -> Workspace:
-    with capturing.lasting(device):
-        return workspace(device)
+    return capturing.lasting(device, lambda: workspace(device))

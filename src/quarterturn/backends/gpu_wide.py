@@ -106,8 +106,7 @@ def wide_of(blocks: Blocks, x: Tensor) -> Wide | None:
         factors = factors_of(matrix)
         if capturing:
             return None
-        with lasting(matrix.device):
-            made[key] = None if factors is None else make_wide(factors, *key, matrix.device)
+        made[key] = None if factors is None else lasting(matrix.device, lambda: make_wide(factors, *key, matrix.device))
     wide: Wide | None = made[key]
     if wide is None or not fits(wide, capability(x.device) if x.is_cuda else (8, 0)):
         return None
