@@ -115,6 +115,22 @@ def test_the_table_of_products_is_of_the_newest_run() -> None:
     assert "NVIDIA X, driver 1.2, torch 2.13, triton 3.6, 2026-01-02" in text
 
 
+def test_the_table_of_models_compares_with_bf16_in_the_same_run() -> None:
+    def made(ran: str, step: float, linear: float, first: float) -> dict:
+        decode = {"way": "captured", "batch": 1, "tokens_per_second": 1 / step, "linear": linear}
+        return {"ran": ran, "first_token": first, "decodes": [decode]}
+
+    about = {"gpu": "NVIDIA X", "driver": "1.2", "torch": "2.13", "triton": "3.6", "date": "2026-01-02"}
+    ask = {"shape": "small", "compiled": True, "prompt": 64, "cache": 128}
+    old = {"ask": ask, "models": [made("W4A4", 0.9, 0.5, 0.5), made("bf16", 1.0, 1.0, 1.0)], "machine": about}
+    new = {**old, "models": [made("W4A4", 0.004, 0.002, 0.1), made("bf16", 0.01, 0.005, 0.09)]}
+    alone = {**old, "models": [made("W4A16", 0.5, 0.5, 0.5)]}
+    text = tables.model([old, alone, new])
+    assert "| small | W4A4 | captured | 1 | 250 | 2.50 | 2.00 ms, 2.50 | 100 ms, 0.90 of bf16's speed |" in text
+    assert text.count("| small |") == 1
+    assert tables.model([]).startswith("Not measured yet")
+
+
 def test_the_floor_of_a_product() -> None:
     assert gpu_matmul.floor_us(1, 28672, 4096) == (28672 * 4096 * 9 / 16 + 2 * (28672 + 4096)) / 4.27e6
     assert gpu_matmul.floor_us(4096, 4096, 4096) == 2 * 4096**3 / 790e6

@@ -3,7 +3,7 @@
 | needs     | an NVIDIA GPU of capability 8.9, 9.0 or 12.0, Triton 3.6 or newer, torch 2.11 or newer |
 | provides  | W4A4 MXFP4 layers: every rule, recipe, dtype, transform, bias and size; meant for 2,048 rows and more |
 | does not  | NVFP4 (its values need 6 bits, E4M3 has 4); W4A16; packed weights: it keeps 8 bits a value besides |
-| run on    | not run |
+| run on    | NVIDIA H200; not run on 8.9 and 12.0, for which its kernels are compiled in tests |
 
 An E2M1 number times a power of two is exact in E4M3 over 15 exponents, so where those of a row span 14 or less its
 block scales go into the numbers and a power of two for the row is left (kernels/to_e4m3.py). Weights are looked at
@@ -17,7 +17,8 @@ there (`use_fast_accum=False`: sums go into fp32 periodically; cuBLAS does not s
 scaled_mm with a scale each row, cuBLAS's on 9.0 and CUTLASS's elsewhere, for bf16 results, and bare fp32 sums from
 cuBLAS, scaled afterwards, for others. With sums moved each 128 of K by instructions of 32 values, each of which cuts 33
 summands by less than 2^-13 of the largest, a sum is off by less than 4 * 33 * 2^-13 = 1.6% of the sum of the products'
-magnitudes, at the very worst; `python -m benchmarks.gpu_fp8` measures what it is.
+magnitudes, at the very worst. On an H200 sums of 4,096 to 14,336 products were off by 2e-4 of it at most, 9e-6 rms (with
+fast accumulation 1e-3 and 7e-5), as `python -m benchmarks.gpu_fp8` measures.
 
 Sources: DeepSeek-V3 (arXiv 2412.19437), 3.3.2, for the 14 bits; cuBLAS's documentation of
 CUBLASLT_MATMUL_DESC_FAST_ACCUM; pytorch/pytorch, aten/src/ATen/native/cuda/ScaledBlas.cpp and RowwiseScaledMM.cu.
