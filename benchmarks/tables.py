@@ -104,7 +104,7 @@ def model(records: list[dict[str, Any]]) -> str:
     if not records:
         return "Not measured yet: `quarterturn bench --model-shape llama-3.1-8b` on a machine with an NVIDIA GPU does."
     lines = [
-        "| shape | in 4 bits | a step | batch | tokens/s | of bf16 | linear layers alone | first token after a prompt |",
+        "| shape | in 4 bits | a step | batch | tokens/s | of bf16 | linear layers alone | first token |",
         "|" + "---|" * 8,
     ]
     newest = {}

@@ -17,8 +17,8 @@ there (`use_fast_accum=False`: sums go into fp32 periodically; cuBLAS does not s
 scaled_mm with a scale each row, cuBLAS's on 9.0 and CUTLASS's elsewhere, for bf16 results, and bare fp32 sums from
 cuBLAS, scaled afterwards, for others. With sums moved each 128 of K by instructions of 32 values, each of which cuts 33
 summands by less than 2^-13 of the largest, a sum is off by less than 4 * 33 * 2^-13 = 1.6% of the sum of the products'
-magnitudes, at the very worst. On an H200 sums of 4,096 to 14,336 products were off by 2e-4 of it at most, 9e-6 rms (with
-fast accumulation 1e-3 and 7e-5), as `python -m benchmarks.gpu_fp8` measures.
+magnitudes, at the very worst. On an H200 sums of 4,096 to 14,336 products were off by 2e-4 of it at most, 9e-6 rms
+(1e-3 and 7e-5 with fast accumulation), as `python -m benchmarks.gpu_fp8` measures.
 
 Sources: DeepSeek-V3 (arXiv 2412.19437), 3.3.2, for the 14 bits; cuBLAS's documentation of
 CUBLASLT_MATMUL_DESC_FAST_ACCUM; pytorch/pytorch, aten/src/ATen/native/cuda/ScaledBlas.cpp and RowwiseScaledMM.cu.

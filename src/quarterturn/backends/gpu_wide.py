@@ -199,7 +199,7 @@ def _sign_bits(signs: Tensor) -> Tensor:
 
 
 def cut(wide: Wide, at: tuple[int, int]) -> Cut:
-    """On a GPU of a capability; from what the compiler makes of it. Measured, others are 1 to 3% faster at best, and spill.
+    """On a GPU of a capability; from what the compiler makes of it. Others, measured, are 1 to 3% faster and spill.
 
     As many programs as shared memory lets, and registers without spills, of which signs and runs along d take more. The
     widest tiles leave room for one program, which on Hopper has its next tile on the way (signs would be too: there is
