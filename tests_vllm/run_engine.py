@@ -1,7 +1,7 @@
 """Runs vLLM in a process of its own, several checkpoints one after the other: `python run_engine.py JOBS OUT`.
 
-JOBS: a JSON list of {path, ids, max_tokens, options, reload}; OUT: a list of {logprobs, tokens, reloaded, layers} or
-{error}. In one process, since starting Python with vLLM takes longer than starting an engine on a tiny model.
+JOBS: a JSON list of {path, ids, max_tokens, options, reload, trace}; OUT: a list of {logprobs, tokens, reloaded} or
+{error}. `trace` is a file for what each FP4 layer took and gave for the first prompt alone, by vLLM's names. In one process, since starting Python with vLLM takes longer than starting an engine on a tiny model.
 """
 
 from __future__ import annotations
@@ -43,6 +43,8 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     try:
         llm = LLM(job["path"], **OPTIONS | job.get("options", {}))
         found = generate(llm, job)
+        if job.get("trace"):
+            found["traced"] = traced(llm, job)
         if job.get("scales"):
             found["scales"] = llm.apply_model(cache_scales)[0]
         if job.get("reload"):
@@ -73,6 +75,31 @@ def scramble(model: Any) -> int:
                 tensor.data.view(torch.uint8).fill_(33)
                 count += 1
     return count
+
+
+def traced(llm: Any, job: dict[str, Any]) -> list[float]:
+    """Write {layer: (x, y)} of the first prompt to the job's file; the log-probabilities of that very run."""
+    import torch
+
+    seen: dict[str, Any] = {}
+
+    def watched(name: str, layer: Any) -> Any:
+        def look(_: Any, inputs: Any, output: Any) -> None:
+            if name not in seen:  # the prompt comes first, the tokens after it later
+                seen[name] = inputs[0].clone(), (output[0] if isinstance(output, tuple) else output).clone()
+
+        return layer.register_forward_hook(look)
+
+    def watch(model: Any) -> list[Any]:
+        return [watched(name, m) for name, m in model.named_modules() if "fp4_parts" in m.__dict__]
+
+    (hooks,) = llm.apply_model(watch)
+    llm.reset_prefix_cache()
+    (logprobs,) = generate(llm, job | {"ids": job["ids"][:1], "max_tokens": 1})["logprobs"]
+    for hook in hooks:
+        hook.remove()
+    torch.save(seen, job["trace"])
+    return list(logprobs)
 
 
 def cache_scales(model: Any) -> list[float]:
