@@ -1,7 +1,8 @@
 """Runs vLLM in a process of its own, several checkpoints one after the other: `python run_engine.py JOBS OUT`.
 
-JOBS: a JSON list of {path, ids, max_tokens, options, reload, trace}; OUT: a list of {logprobs, tokens, reloaded} or
-{error}. `trace` is a file for what each FP4 layer took and gave for the first prompt alone, by vLLM's names. In one process, since starting Python with vLLM takes longer than starting an engine on a tiny model.
+JOBS: a JSON list of {path, ids, max_tokens, options, reload, reload_from, trace}; OUT: a list of {logprobs, tokens,
+reloaded, reloads} or {error}. `trace` is a file for what each FP4 layer took and gave for the first prompt alone, by
+vLLM's names; `reload_from` a list of {path} of checkpoints, or {tensors} of files, to load one after the other. In one process, since starting Python with vLLM takes longer than starting an engine on a tiny model.
 """
 
 from __future__ import annotations
@@ -50,20 +51,43 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         if job.get("reload"):
             llm.apply_model(scramble)
             found["scrambled"] = generate(llm, job)
+            llm.apply_model(give_back)
+            found["given back"] = generate(llm, job)
+            llm.apply_model(scramble)
             llm.collective_rpc("reload_weights")
             llm.reset_prefix_cache()
             found["reloaded"] = generate(llm, job)
+        if job.get("reload_from"):
+            found["reloads"] = [reloaded(llm, job, source) for source in job["reload_from"]]
         return found
     finally:
         llm = None
         cleanup_dist_env_and_memory()
 
 
+def reloaded(llm: Any, job: dict[str, Any], source: dict[str, str]) -> dict[str, Any]:
+    """What is generated after a reload, or why it is refused."""
+    from safetensors.torch import load_file
+
+    given: dict[str, Any] = {"weights_path": source.get("path")}
+    if "tensors" in source:
+        given = {"weights_iterator": list(load_file(source["tensors"]).items())}
+    try:
+        llm.collective_rpc("reload_weights", kwargs=given)
+    except Exception as error:
+        return {"error": str(error)}
+    llm.reset_prefix_cache()
+    return generate(llm, job)
+
+
+KEPT: list[tuple[Any, Any]] = []
+
+
 def scramble(model: Any) -> int:
     """What a sleeping engine loses: the memory of every FP4 layer's tensors, and of what was derived from them."""
     import torch
 
-    count = 0
+    KEPT.clear()
     for module in model.modules():
         parts = module.__dict__.get("fp4_parts", ())
         tensors = list(module.parameters(recurse=False)) if parts else []
@@ -72,9 +96,17 @@ def scramble(model: Any) -> int:
         ]
         for tensor in tensors:
             if tensor is not None:
-                tensor.data.view(torch.uint8).fill_(33)
-                count += 1
-    return count
+                memory = tensor.data.view(torch.uint8)
+                KEPT.append((memory, memory.clone()))
+    for memory, _ in KEPT:
+        memory.fill_(33)
+    return len(KEPT)
+
+
+def give_back(model: Any) -> None:
+    """What an engine that slept at level 1 gets back: the same bytes at the same places. Level 2 leaves that out."""
+    for memory, before in KEPT:
+        memory.copy_(before)
 
 
 def traced(llm: Any, job: dict[str, Any]) -> list[float]:
