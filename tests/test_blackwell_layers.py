@@ -22,8 +22,8 @@ from gpu_cases import DEVICE
 from quarterturn import NVFP4, FP4Linear, random_hadamard, reference
 from quarterturn.backends import BackendRefusal, blackwell_launch, blackwell_triton, compose
 from quarterturn.layouts import BLOCKED_128x4
-from test_renew import reload
 from test_linear import expected, integers, make, quantized
+from test_renew import reload
 
 pytestmark = MARKS
 SIDES = [("none", "none"), ("random hadamard", "none"), ("its transpose", "its transpose"),

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 import quarterturn
 from quarterturn import BackendRefusal, CheckpointRefusal

@@ -2,7 +2,8 @@
 
 JOBS: a JSON list of {path, ids, max_tokens, options, reload, reload_from, trace}; OUT: a list of {logprobs, tokens,
 reloaded, reloads} or {error}. `trace` is a file for what each FP4 layer took and gave for the first prompt alone, by
-vLLM's names; `reload_from` a list of {path} of checkpoints, or {tensors} of files, to load one after the other. In one process, since starting Python with vLLM takes longer than starting an engine on a tiny model.
+vLLM's names; `reload_from` a list of {path} of checkpoints, or {tensors} of files, to load one after the other. In one
+process, since starting Python with vLLM takes longer than starting an engine on a tiny model.
 """
 
 from __future__ import annotations

@@ -139,8 +139,8 @@ def in_place_of(old: Tensor | None, new: Tensor | None) -> Tensor | None:
 
 @torch.no_grad()
 def renew(old: Any, new: Any) -> None:
-    """What an FP4Linear has derived of its tensors, written over in its place by what another's give, for an engine that
-    then writes the tensors of `new` over those of `old`. Both of one kind, with the same transforms.
+    """What an FP4Linear has derived of its tensors, written over in its place by what another's give: for an engine
+    that then writes the tensors of `new` over those of `old`. Both of one kind, with the same transforms.
 
     No version tells of it: what captured CUDA graphs read stays where it is, and counts as what it was made from.
     """
