@@ -21,12 +21,20 @@ VOCABULARY = 96
 Run = Callable[..., list[dict[str, Any]]]
 
 
-def written(folder: Path, kind: str, format: str, transform: str | None, activations: str = "fp4", **more: Any) -> Path:
-    """A tiny model quantized by us, with a tokenizer that has a chat template."""
+def written(
+    folder: Path,
+    kind: str,
+    format: str,
+    transform: str | None,
+    activations: str = "fp4",
+    changes: dict[str, Any] | None = None,
+    **more: Any,
+) -> Path:
+    """A tiny model, with changes of its config, quantized by us; with a tokenizer that has a chat template."""
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     quarterturn.quantize(
-        tiny_model(kind),
+        tiny_model(kind, **(changes or {})),
         format,
         transform=transform,
         activations=activations,

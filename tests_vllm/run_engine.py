@@ -23,12 +23,12 @@ OPTIONS = {"dtype": "float32", "enforce_eager": True, "max_model_len": 128, "max
 
 
 def main() -> None:
-    if all(
-        job.get("options", {}).get("tensor_parallel_size", 1) == 1 for job in json.loads(Path(sys.argv[1]).read_text())
-    ):
+    jobs = json.loads(Path(sys.argv[1]).read_text())
+    parallel = ("tensor_parallel_size", "pipeline_parallel_size")
+    if all(job.get("options", {}).get(name, 1) == 1 for job in jobs for name in parallel):
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     out = []
-    for job in json.loads(Path(sys.argv[1]).read_text()):
+    for job in jobs:
         try:
             out.append(run(job))
         except Exception as error:

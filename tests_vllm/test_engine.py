@@ -82,9 +82,12 @@ def test_the_tolerance_sees_a_transform_left_out(results: dict[str, dict[str, An
 
 
 @pytest.mark.every
-def test_compiled_by_the_engine_it_says_the_same(run_engine: Run, results: dict[str, dict[str, Any]]) -> None:
+@pytest.mark.parametrize("name", ["bias", "experts"])
+def test_compiled_by_the_engine_it_says_the_same(
+    run_engine: Run, results: dict[str, dict[str, Any]], name: str
+) -> None:
     """torch.compile as vLLM uses it, batches padded; and reloaded weights reach what was compiled."""
-    eager = results["bias"]
+    eager = results[name]
     job = {"path": eager["path"], "ids": prompts(VOCABULARY), "reload": True, "options": {"enforce_eager": False}}
     (compiled,) = run_engine([job])
     assert "error" not in compiled, compiled
