@@ -78,7 +78,10 @@ def test_another_matrix_is_refused_in_a_folder_and_in_a_stream(folder: Path, fir
         first.check_tensor(name, stored[name])
     with pytest.raises(CheckpointRefusal, match=r"layers\.1"):
         first.check_tensor(name.replace("layers.0", "layers.1"), stored[name])
-    first.check_tensor(name.replace("layers.0", "layers.1"), first.matrices[name].float())
+    own = load_file(folder / "model.safetensors")[name]
+    first.check_tensor(name.replace("layers.0", "layers.1"), own.float())
+    with pytest.raises(CheckpointRefusal, match="matrix"):
+        first.check_tensor(name, own.flatten())
 
 
 def test_transforms_left_out_or_others_by_config_are_refused(folder: Path, first: FirstLoad, tmp_path: Path) -> None:
