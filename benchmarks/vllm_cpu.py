@@ -33,8 +33,8 @@ def serve(path: str, eager: bool) -> None:
     from vllm import LLM, SamplingParams
 
     began = time.perf_counter()
-    llm = LLM(path, dtype="bfloat16", max_model_len=512, max_num_seqs=16, enforce_eager=eager, seed=0,
-              enable_prefix_caching=False)  # fmt: skip
+    llm = LLM(path, dtype="bfloat16", max_model_len=512, max_num_seqs=max(BATCHES), enforce_eager=eager, seed=0,
+              max_num_batched_tokens=PROMPT * max(BATCHES), enable_prefix_caching=False)  # fmt: skip
     print(f"{MARK}{time.perf_counter() - began}", flush=True)
     for line in sys.stdin:
         batch, count = map(int, line.split())

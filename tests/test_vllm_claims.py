@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 import quarterturn
 from quarterturn import BackendRefusal, CheckpointRefusal
@@ -118,12 +118,6 @@ def test_names_follow_the_engines_mapping(folder: Path) -> None:
     contents.rename(lambda name: name.replace("model.", "language_model.model.", 1))
     names = contents.parts("language_model.model.layers.0.mlp.gate_up_proj", FUSED)
     assert names == ["model.layers.0.mlp.gate_proj", "model.layers.0.mlp.up_proj"]
-
-
-def test_the_matrices_are_known_by_the_end_of_their_names(folder: Path) -> None:
-    stored = [name for name in load_file(folder / "model.safetensors") if "_input." in name]
-    assert stored
-    assert all(name.endswith(tuple(Contents(folder).transform_suffixes())) for name in stored)
 
 
 def test_tensors_of_other_files_in_the_folder_are_told(folder: Path, tmp_path: Path) -> None:

@@ -21,12 +21,20 @@ VOCABULARY = 96
 Run = Callable[..., list[dict[str, Any]]]
 
 
-def written(folder: Path, kind: str, format: str, transform: str | None, activations: str = "fp4", **more: Any) -> Path:
-    """A tiny model quantized by us, with a tokenizer that has a chat template."""
+def written(
+    folder: Path,
+    kind: str,
+    format: str,
+    transform: str | None,
+    activations: str = "fp4",
+    changes: dict[str, Any] | None = None,
+    **more: Any,
+) -> Path:
+    """A tiny model, with changes of its config, quantized by us; with a tokenizer that has a chat template."""
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     quarterturn.quantize(
-        tiny_model(kind),
+        tiny_model(kind, **(changes or {})),
         format,
         transform=transform,
         activations=activations,
@@ -49,7 +57,11 @@ def prompts(vocabulary: int, count: int = 3, length: int = 40) -> list[list[int]
 
 def expected(path: Path | str, ids: list[list[int]]) -> list[list[float]]:
     """Log-probability of every prompt token but the first, by quarterturn.load in float32."""
-    model = quarterturn.load(path, dtype="float32", device="cpu")
+    return logprobs(quarterturn.load(path, dtype="float32", device="cpu"), ids)
+
+
+def logprobs(model: Any, ids: list[list[int]]) -> list[list[float]]:
+    """The same, by a model that is loaded."""
     result = []
     with torch.no_grad():
         for prompt in ids:
@@ -57,6 +69,13 @@ def expected(path: Path | str, ids: list[list[int]]) -> list[list[float]]:
             log = model(x).logits.log_softmax(-1)[0, :-1]
             result.append(log.gather(-1, x[0, 1:, None])[:, 0].tolist())
     return result
+
+
+def parts_of(name: str) -> list[str]:
+    """The library's layers in one that vLLM fuses."""
+    parent, _, own = name.rpartition(".")
+    fused = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+    return [f"{parent}.{part}" for part in fused.get(own, (own,))]
 
 
 def differences(got: list[list[float]], want: list[list[float]]) -> torch.Tensor:

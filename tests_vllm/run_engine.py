@@ -1,7 +1,9 @@
 """Runs vLLM in a process of its own, several checkpoints one after the other: `python run_engine.py JOBS OUT`.
 
-JOBS: a JSON list of {path, ids, max_tokens, options, reload}; OUT: a list of {logprobs, tokens, reloaded, layers} or
-{error}. In one process, since starting Python with vLLM takes longer than starting an engine on a tiny model.
+JOBS: a JSON list of {path, ids, max_tokens, options, reload, reload_from, trace}; OUT: a list of {logprobs, tokens,
+reloaded, reloads} or {error}. `trace` is a file for what each FP4 layer took and gave for the first prompt alone, by
+vLLM's names; `reload_from` a list of {path} of checkpoints, or {tensors} of files, to load one after the other. In one
+process, since starting Python with vLLM takes longer than starting an engine on a tiny model.
 """
 
 from __future__ import annotations
@@ -21,12 +23,12 @@ OPTIONS = {"dtype": "float32", "enforce_eager": True, "max_model_len": 128, "max
 
 
 def main() -> None:
-    if all(
-        job.get("options", {}).get("tensor_parallel_size", 1) == 1 for job in json.loads(Path(sys.argv[1]).read_text())
-    ):
+    jobs = json.loads(Path(sys.argv[1]).read_text())
+    parallel = ("tensor_parallel_size", "pipeline_parallel_size")
+    if all(job.get("options", {}).get(name, 1) == 1 for job in jobs for name in parallel):
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     out = []
-    for job in json.loads(Path(sys.argv[1]).read_text()):
+    for job in jobs:
         try:
             out.append(run(job))
         except Exception as error:
@@ -43,25 +45,50 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     try:
         llm = LLM(job["path"], **OPTIONS | job.get("options", {}))
         found = generate(llm, job)
+        if job.get("trace"):
+            found["traced"] = traced(llm, job)
         if job.get("scales"):
             found["scales"] = llm.apply_model(cache_scales)[0]
         if job.get("reload"):
             llm.apply_model(scramble)
             found["scrambled"] = generate(llm, job)
+            llm.apply_model(give_back)
+            found["given back"] = generate(llm, job)
+            llm.apply_model(scramble)
             llm.collective_rpc("reload_weights")
             llm.reset_prefix_cache()
             found["reloaded"] = generate(llm, job)
+        if job.get("reload_from"):
+            found["reloads"] = [reloaded(llm, job, source) for source in job["reload_from"]]
         return found
     finally:
         llm = None
         cleanup_dist_env_and_memory()
 
 
+def reloaded(llm: Any, job: dict[str, Any], source: dict[str, str]) -> dict[str, Any]:
+    """What is generated after a reload, or why it is refused."""
+    from safetensors.torch import load_file
+
+    given: dict[str, Any] = {"weights_path": source.get("path")}
+    if "tensors" in source:
+        given = {"weights_iterator": list(load_file(source["tensors"]).items())}
+    try:
+        llm.collective_rpc("reload_weights", kwargs=given)
+    except Exception as error:
+        return {"error": str(error)}
+    llm.reset_prefix_cache()
+    return generate(llm, job)
+
+
+KEPT: list[tuple[Any, Any]] = []
+
+
 def scramble(model: Any) -> int:
     """What a sleeping engine loses: the memory of every FP4 layer's tensors, and of what was derived from them."""
     import torch
 
-    count = 0
+    KEPT.clear()
     for module in model.modules():
         parts = module.__dict__.get("fp4_parts", ())
         tensors = list(module.parameters(recurse=False)) if parts else []
@@ -70,9 +97,42 @@ def scramble(model: Any) -> int:
         ]
         for tensor in tensors:
             if tensor is not None:
-                tensor.data.view(torch.uint8).fill_(33)
-                count += 1
-    return count
+                memory = tensor.data.view(torch.uint8)
+                KEPT.append((memory, memory.clone()))
+    for memory, _ in KEPT:
+        memory.fill_(33)
+    return len(KEPT)
+
+
+def give_back(model: Any) -> None:
+    """What an engine that slept at level 1 gets back: the same bytes at the same places. Level 2 leaves that out."""
+    for memory, before in KEPT:
+        memory.copy_(before)
+
+
+def traced(llm: Any, job: dict[str, Any]) -> list[float]:
+    """Write {layer: (x, y)} of the first prompt to the job's file; the log-probabilities of that very run."""
+    import torch
+
+    seen: dict[str, Any] = {}
+
+    def watched(name: str, layer: Any) -> Any:
+        def look(_: Any, inputs: Any, output: Any) -> None:
+            if name not in seen:  # the prompt comes first, the tokens after it later
+                seen[name] = inputs[0].clone(), (output[0] if isinstance(output, tuple) else output).clone()
+
+        return layer.register_forward_hook(look)
+
+    def watch(model: Any) -> list[Any]:
+        return [watched(name, m) for name, m in model.named_modules() if "fp4_parts" in m.__dict__]
+
+    (hooks,) = llm.apply_model(watch)
+    llm.reset_prefix_cache()
+    (logprobs,) = generate(llm, job | {"ids": job["ids"][:1], "max_tokens": 1})["logprobs"]
+    for hook in hooks:
+        hook.remove()
+    torch.save(seen, job["trace"])
+    return list(logprobs)
 
 
 def cache_scales(model: Any) -> list[float]:

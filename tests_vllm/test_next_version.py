@@ -28,6 +28,7 @@ from vllm.model_executor.layers.fused_moe import activation, fused_moe_method_ba
 from vllm.model_executor.layers import linear
 from vllm.model_executor.models.utils import WeightsMapper
 from vllm.model_executor import parameter
+from vllm.model_executor.model_loader.reload import inplace
 from quarterturn.integrations.vllm import config, experts, linear as ours
 base = base_config.QuantizationConfig
 theirs = {
@@ -43,6 +44,7 @@ theirs = {
     "experts apply": fused_moe_method_base.FusedMoEMethodBase.apply,
     "experts maybe_roundup_sizes": fused_moe_method_base.FusedMoEMethodBase.maybe_roundup_sizes,
     "apply_moe_activation": activation.apply_moe_activation,
+    "reload_weights": inplace.reload_weights,
     "ModelWeightParameter": parameter.ModelWeightParameter.__init__,
     "PerTensorScaleParameter": parameter.PerTensorScaleParameter.__init__,
 }
@@ -62,7 +64,10 @@ ours_too = {name: [p for p in inspect.signature(f).parameters if p not in ("self
 classes = (config.QuarterturnConfig, ours.FP4LinearMethod, experts.FP4ExpertsMethod)
 abstract = [sorted(c.__abstractmethods__) for c in classes]
 registered = get_quantization_config("quarterturn") is config.QuarterturnConfig
-print("FOUND" + json.dumps([vllm.__version__, shapes, ours_too, abstract, registered]))
+seen = []
+mapper = WeightsMapper() | config.WatchingMapper(lambda name, data: seen.append(name), {".x": None}) | WeightsMapper()
+watched = [[name for name, data in mapper.apply([("a.x", 0), ("b", 1)])], seen]
+print("FOUND" + json.dumps([vllm.__version__, shapes, ours_too, abstract, registered, watched]))
 """
 
 
@@ -79,13 +84,14 @@ def look(*arguments: str) -> list[Any]:
 def test_the_classes_that_we_build_on_are_the_same() -> None:
     folder = os.environ.get("VLLM_NEXT")
     assert folder, "VLLM_NEXT is not set: `make test-vllm` installs that version and names it"
-    version, theirs, ours, abstract, registered = look(folder)
-    here, known, _, _, _ = look()
+    version, theirs, ours, abstract, registered, watched = look(folder)
+    here, known, _, _, _, _ = look()
     assert version != here, "the same version twice says nothing"
     assert version.startswith("0.33.")
     assert theirs == known
     assert registered
     assert abstract == [[], [], []], "a method that the new version asks for is not there"
+    assert watched == [["b"], ["a.x", "b"]], "the stream of weights is not looked at"
     for name, parameters in ours.items():
         assert parameters == theirs[name], name
 

@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import checks
-from .backends import Blocks, Layer, Quantizer, Weight, compose, op_backend
+from . import checks, known
+from .backends import Blocks, Quantizer, Weight, compose, op_backend
 from .eager import seen_by_torch
 from .formats import FP4Format, get_format
 from .layouts import LINEAR, BLOCKED_128x4, get_layout
@@ -188,10 +188,6 @@ def _encode_tensor(encode_scale: Tensor | float | None, x: Tensor) -> Tensor | N
     return torch.tensor([encode_scale], dtype=torch.float32, device=x.device)
 
 
-def _blocks(matrix: Tensor | None, factor: float, transpose: bool) -> Blocks | None:
-    return None if matrix is None else Blocks(matrix, factor, transpose)
-
-
 # Each operator is one function: it checks, then runs, or (`run` False: the fake that tracing asks) tells its shapes.
 
 
@@ -229,7 +225,7 @@ def _rotate_quantize(
         codes = x.new_empty(codes_shape, dtype=torch.uint8)
         return codes, x.new_empty(stored, dtype=torch.uint8), _tensor_scale_like(x, quantizer)
     codes, scale, tensor_scale = op_backend(op, x.device, backend).rotate_quantize(
-        compose.rows(x), _blocks(matrix, factor, transpose), quantizer, scale_layout
+        compose.rows(x), known.blocks(matrix, factor, transpose), quantizer, scale_layout
     )
     return codes.view(codes_shape), scale.view(linear_shape) if layout is LINEAR else scale, tensor_scale
 
@@ -253,7 +249,7 @@ def _rotate_quantize_dequantize(
     if not run:
         return x.new_empty(x.shape, dtype=out_dtype), _tensor_scale_like(x, quantizer)
     values, tensor_scale = op_backend(op, x.device, backend).rotate_quantize_dequantize(
-        compose.rows(x), _blocks(matrix, factor, transpose), quantizer, out_dtype
+        compose.rows(x), known.blocks(matrix, factor, transpose), quantizer, out_dtype
     )
     return values.view(x.shape), tensor_scale
 
@@ -317,53 +313,18 @@ def _fp4_matmul(
     return y.view(shape)
 
 
-def _fp4_linear(
-    run: bool,
-    x: Tensor,
-    weight: Tensor,
-    block_scale: Tensor | None,
-    tensor_scale: Tensor,
-    output_sizes: list[int],
-    bias: Tensor | None,
-    format: str,
-    input_matrix: Tensor | None,
-    input_factor: float,
-    input_transpose: bool,
-    output_matrix: Tensor | None,
-    output_factor: float,
-    output_transpose: bool,
-    quantize: bool,
-    encode_scale: Tensor | None,
-    recipe: str,
-    rule: str,
-    backend: str,
-    rows: list[int] | None = None,
-) -> Tensor:
-    op, fmt = "fp4_linear", get_format(format)
-    checks.x(op, x, weight, block_scale, tensor_scale, bias, input_matrix, output_matrix, encode_scale)
-    k = x.shape[-1]
-    checks.blocks(op, k, input_matrix)
-    checks.weight(op, k, weight, block_scale, tensor_scale, output_sizes, bias, fmt, rows)
-    first, n = (0, weight.shape[0]) if rows is None else rows
-    checks.blocks(op, n, output_matrix)
-    if quantize:
-        checks.quantizer(op, k, fmt, encode_scale, recipe, rule)
+def _fp4_linear(run: bool, x: Tensor, *rest: Any) -> Tensor:
+    plan = known.plan(x, rest) if run else None
+    if plan is not None:
+        plan.check(x)
+        return plan.run(x)
+    n, layer = known.checked_layer(x, *rest)
     shape = (*x.shape[:-1], n)
     if not run:
         return x.new_empty(shape)
-    part = None if rows is None else (first, n)
-    y = compose.linear(
-        op_backend(op, x.device, backend),
-        compose.rows(x),
-        Layer(
-            Weight(weight, block_scale, tensor_scale, tuple(output_sizes), fmt, part),
-            bias if bias is None or part is None else bias[first : first + n],
-            _blocks(input_matrix, input_factor, input_transpose),
-            _blocks(output_matrix, output_factor, output_transpose),
-            Quantizer(fmt, encode_scale, recipe, rule) if quantize else None,
-        ),
-    )
-    return y.view(shape)
+    backend = op_backend("fp4_linear", x.device, rest[known.BACKEND])
+    known.keep(x, rest, backend, layer)
+    return compose.linear(backend, compose.rows(x), layer).view(shape)
 
 
 def _register(name: str, operator: Callable[..., Any]) -> None:

@@ -82,6 +82,11 @@ def product(operand: Operand, layer: Layer) -> Tensor:
     return y if layer.output_blocks is None else rotate(y, layer.output_blocks, dtype)
 
 
+def renew(old: Layer, new: Layer) -> None:
+    """See `FusedBackend.renew`."""
+    vendor.renew(old, new, NAME, _parts)
+
+
 def matmul(
     x: Tensor,
     x_block_scale: Tensor | None,

@@ -110,6 +110,11 @@ def product(operand: Operand, layer: Layer) -> Tensor:
     return vendor.finished(_multiply(operand, made.parts, made.alphas, layer.weight), layer, operand.dtype)
 
 
+def renew(old: Layer, new: Layer) -> None:
+    """See `FusedBackend.renew`."""
+    vendor.renew(old, new, NAME, _parts)
+
+
 def matmul(
     x: Tensor,
     x_block_scale: Tensor | None,

@@ -27,6 +27,7 @@ from . import compose, gpu_triton
 from .blackwell_launch import ScaledWeight, multiply, scaled_weight
 from .gpu_launch import capability as capability_of
 from .gpu_pieces import is_capturing
+from .kept import write_over
 from .protocol import Layer, Operand, Problem, Together, Weight
 from .vendor import own_or_any
 
@@ -115,6 +116,12 @@ def product(operand: Operand, layer: Layer) -> Tensor:
 def together(layers: Sequence[Layer]) -> Together | None:
     """None: nothing is gained by one call."""
     return None
+
+
+def renew(old: Layer, new: Layer) -> None:
+    """See `FusedBackend.renew`."""
+    if (kept := old.kept.get(NAME)) is not None:
+        write_over(kept, scaled_weight(new.weight, new.bias))
 
 
 def _fits(layer: Layer) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 from torch import Tensor
@@ -41,6 +42,19 @@ class Kept:
             kept = self._of[tensor] = (state, {})
         made: dict[Any, Any] = kept[1]
         return made
+
+
+def write_over(old: Any, new: Any) -> None:
+    """The tensors in a record or tuple, and in those within, written over by those of another of its kind: in place,
+    and without a trace in their versions, so that what was made for a captured CUDA graph is read with new values."""
+    if isinstance(old, Tensor):
+        old.data.copy_(new)
+    elif isinstance(old, tuple):
+        for mine, other in zip(old, new, strict=True):
+            write_over(mine, other)
+    elif is_dataclass(old):
+        for entry in fields(old):
+            write_over(getattr(old, entry.name), getattr(new, entry.name))
 
 
 def contents(tensor: Tensor) -> bytes:

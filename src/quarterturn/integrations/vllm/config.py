@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Callable, Iterable, Mapping
+from copy import copy
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -81,9 +84,14 @@ class QuarterturnConfig(CompressedTensorsConfig):
 
     def get_checkpoint_weight_mapper(self) -> WeightsMapper:  # type: ignore[override, unused-ignore]
         """Takes out of the stream of weights what is no weight: the transforms' matrices, which are stored once and
-        read from the file, and tensors of files that lie in the folder and are not the model's."""
-        dropped = dict.fromkeys(self._contents().transform_suffixes())
-        mapper = super().get_checkpoint_weight_mapper() | WeightsMapper(orig_to_new_suffix=dropped)
+        read from the file, and tensors of files that lie in the folder and are not the model's. Raises
+        CheckpointRefusal, here or while weights are read, for a reload behind other transforms."""
+        first, now = self._contents().first_load, get_current_vllm_config_or_none()
+        if now is not None:
+            # vLLM keeps the path of a reload there.
+            first.check_folder(Path(now.model_config.model).absolute())
+        dropped = dict.fromkeys(first.suffixes)
+        mapper = super().get_checkpoint_weight_mapper() | WatchingMapper(first.check_tensor, dropped)
         strays = self._contents().stray_tensors()
         if strays:
             files = ", ".join(sorted(set(strays.values())))
@@ -147,6 +155,35 @@ class QuarterturnConfig(CompressedTensorsConfig):
     def _contents(self) -> Contents:
         assert self.contents is not None, "vLLM did not call maybe_update_config"
         return self.contents
+
+
+class WatchingMapper(WeightsMapper):
+    """A mapper that shows every tensor, by its name in the file, to `look`; joined with others, it stays one."""
+
+    def __init__(self, look: Callable[[str, torch.Tensor], None], dropped: Mapping[str, None]) -> None:
+        super().__init__(orig_to_new_suffix=dropped)
+        self._look = look
+
+    def __or__(self, other: WeightsMapper) -> WatchingMapper:
+        return self._with(WeightsMapper.__or__(self, other))
+
+    def __ror__(self, other: WeightsMapper) -> WatchingMapper:
+        return self._with(WeightsMapper.__or__(other, self))
+
+    def apply(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterable[tuple[str, torch.Tensor]]:
+        """The tensors that are kept, by vLLM's names."""
+        return super().apply(self._shown(weights))
+
+    def _shown(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterable[tuple[str, torch.Tensor]]:
+        for name, data in weights:
+            self._look(name, data)
+            yield name, data
+
+    def _with(self, joined: WeightsMapper) -> WatchingMapper:
+        made = copy(self)
+        for entry in fields(WeightsMapper):
+            setattr(made, entry.name, getattr(joined, entry.name))
+        return made
 
 
 def machine() -> Machine:

@@ -13,10 +13,11 @@ from pathlib import Path
 import torch
 
 from ...checkpoint import Checkpoint, LayerSpec, open_checkpoint
-from ...checkpoint.config import ONLINE, Group, chosen_group, matches
+from ...checkpoint.config import Group, chosen_group, matches
 from ...checkpoint.files import read_header, refuse
 from ...errors import CheckpointRefusal, refusal
 from ...transforms import Transform
+from .first_load import FirstLoad
 
 
 class Contents:
@@ -25,6 +26,7 @@ class Contents:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._opened: Checkpoint | None = None
+        self._first: FirstLoad | None = None
         self._transforms: list[Transform] = []
         self._rename: Callable[[str], str | None] = str
         self._in_file: dict[str, str] | None = None
@@ -40,7 +42,15 @@ class Contents:
         """The file. Raises CheckpointRefusal for what is not run."""
         if self._opened is None:
             self._opened = open_checkpoint(self.folder, others=True)
+            self._first = FirstLoad(self._opened)
         return self._opened
+
+    @property
+    def first_load(self) -> FirstLoad:
+        """What weights that are loaded later have to fit. Raises CheckpointRefusal as `checkpoint` does."""
+        self.checkpoint  # noqa: B018
+        assert self._first is not None
+        return self._first
 
     def rename(self, to_vllm: Callable[[str], str | None]) -> None:
         """Take names from now on as vLLM has them: a function of the file's name, None for what is not loaded."""
@@ -105,15 +115,6 @@ class Contents:
                 if any(matches(name, module, apply.targets, apply.ignore) for name in names):
                     return scheme.name
         return None
-
-    def transform_suffixes(self) -> list[str]:
-        """How the names of the stored matrices end."""
-        return [
-            f".{scheme.name}_{location}.{kind}"
-            for scheme in self.checkpoint.quant.schemes
-            for location in ONLINE
-            for kind in ("weight", "perm")
-        ]
 
     def stray_tensors(self) -> dict[str, str]:
         """Tensors of safetensors files in the folder that are not the model's, and their file: vLLM reads them all."""

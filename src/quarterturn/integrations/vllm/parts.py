@@ -15,6 +15,7 @@ from torch import Tensor
 from ...checkpoint import LayerSpec
 from ...errors import CheckpointRefusal, refusal
 from ...linear import FP4Linear
+from ...plan import renew
 from ...tensor import FP4Tensor
 
 
@@ -62,16 +63,5 @@ def kept(known: Sequence[FP4Linear] | None, fresh: list[FP4Linear], codes: Tenso
             kind=CheckpointRefusal,
         )
     for old, new in zip(known, fresh, strict=True):
-        _derive_again(old, new)
+        renew(old, new)
     return list(known)
-
-
-@torch.no_grad()
-def _derive_again(old: FP4Linear, new: FP4Linear) -> None:
-    for target, source in ((old.tensor_scale, new.tensor_scale), (old.values, new.values)):
-        if target is not None and source is not None:
-            target.copy_(source)
-    # The matrices of all layers are one tensor, whose memory a sleeping engine may have given up.
-    for matrix, transform in ((old.input_matrix, old.input_transform), (old.output_matrix, old.output_transform)):
-        if matrix is not None and transform is not None:
-            matrix.copy_(transform.matrix)
