@@ -19,7 +19,7 @@ ORDER = [
     "errors", "formats", "reference", "layouts", "weight_layout", "e4m3_layout", "rounding", "tensor", "transforms",
     "settings", "texts", "machine",
     "kernels", "checks", "eager", "backends",
-    "ops", "compiled", "plan", "fused", "sharing", "absent_weight", "linear", "rotated_linear",
+    "ops", "compiled", "plan", "fused", "sharing", "absent_weight", "explanation", "linear", "rotated_linear",
     "checkpoint", "integrations", "demo_model", "quantize",
     "evaluate", "verify", "compare", "report", "bench", "cli",
 ]  # fmt: skip

@@ -49,7 +49,7 @@ _library.define(
 _library.define(
     f"fp4_linear(Tensor x, {_WEIGHT}Tensor? input_matrix, float input_factor, bool input_transpose, "
     "Tensor? output_matrix, float output_factor, bool output_transpose, bool quantize, Tensor? encode_scale, "
-    "str recipe, str rule, str backend, int[]? rows=None) -> Tensor"
+    "str recipe, str rule, str backend, int[]? rows=None, bool batch_invariant=False) -> Tensor"
 )
 
 
@@ -338,6 +338,7 @@ def _fp4_linear(
     rule: str,
     backend: str,
     rows: list[int] | None = None,
+    batch_invariant: bool = False,
 ) -> Tensor:
     op, fmt = "fp4_linear", get_format(format)
     checks.x(op, x, weight, block_scale, tensor_scale, bias, input_matrix, output_matrix, encode_scale)
@@ -352,18 +353,16 @@ def _fp4_linear(
     if not run:
         return x.new_empty(shape)
     part = None if rows is None else (first, n)
-    y = compose.linear(
-        op_backend(op, x.device, backend),
-        compose.rows(x),
-        Layer(
-            Weight(weight, block_scale, tensor_scale, tuple(output_sizes), fmt, part),
-            bias if bias is None or part is None else bias[first : first + n],
-            _blocks(input_matrix, input_factor, input_transpose),
-            _blocks(output_matrix, output_factor, output_transpose),
-            Quantizer(fmt, encode_scale, recipe, rule) if quantize else None,
-        ),
+    layer = Layer(
+        Weight(weight, block_scale, tensor_scale, tuple(output_sizes), fmt, part),
+        bias if bias is None or part is None else bias[first : first + n],
+        _blocks(input_matrix, input_factor, input_transpose),
+        _blocks(output_matrix, output_factor, output_transpose),
+        Quantizer(fmt, encode_scale, recipe, rule) if quantize else None,
+        batch_invariant,
     )
-    return y.view(shape)
+    asked = compose.problem_of(layer, x.dtype, k) if batch_invariant else None
+    return compose.linear(op_backend(op, x.device, backend, asked), compose.rows(x), layer).view(shape)
 
 
 def _register(name: str, operator: Callable[..., Any]) -> None:
