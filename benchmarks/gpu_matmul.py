@@ -1,6 +1,6 @@
 """The product with NVFP4 weights on a GPU: microseconds beside the library's bf16 product and the physical floor.
 
-    python -m benchmarks.gpu_matmul [--quick]
+    python -m benchmarks.gpu_matmul [--quick] [--batch-invariant]
 
 Every size is first checked against float64 on random weights, and no time is printed where one is wrong. A time is the
 median over replays of a CUDA graph that runs over as many copies of the weight as exceed the cache (300 MB, at least
@@ -10,6 +10,8 @@ median over replays of a CUDA graph that runs over as many copies of the weight 
     turned   the same behind hadamard:64, as a layer runs it
     W4A4     the same with the turned tokens quantized: a layer of a W4A4 model
     rotate, quantize   what turned and W4A4 do before their product, alone
+
+With --batch-invariant the layers are so: a row's bits are the same for every number of tokens.
 
 Floor: the greater of bytes over 4.27 TB/s (what a copy reaches on an H200) and operations over 790 TFLOP/s. Appends a
 line a case to results/gpu_matmul.jsonl.
@@ -64,11 +66,11 @@ def weights(n: int, k: int, copies: int) -> tuple[list[Weight], torch.Tensor]:
     return made, exact
 
 
-def layers(of: list[Weight], turned: bool, quantized: bool) -> list[Layer]:
+def layers(of: list[Weight], turned: bool, quantized: bool, invariant: bool) -> list[Layer]:
     turn = random_hadamard(64)
     blocks = Blocks(turn.matrix.float().cuda(), turn.factor, turn.transpose) if turned else None
     quantizer = Quantizer(NVFP4, torch.full((1,), 300.0, device="cuda"), "checkpoint", "even") if quantized else None
-    return [Layer(weight, None, blocks, None, quantizer) for weight in of]
+    return [Layer(weight, None, blocks, None, quantizer, invariant) for weight in of]
 
 
 def check(x: torch.Tensor, layer: Layer, exact: torch.Tensor) -> None:
@@ -79,18 +81,20 @@ def check(x: torch.Tensor, layer: Layer, exact: torch.Tensor) -> None:
         raise SystemExit(f"M={m} N={exact.shape[0]} K={k}: wrong; no time is taken")
 
 
-def measured(m: int, of: list[Weight], dense: list[torch.Tensor], exact: torch.Tensor) -> dict[str, Any]:
+def measured(
+    m: int, of: list[Weight], dense: list[torch.Tensor], exact: torch.Tensor, invariant: bool
+) -> dict[str, Any]:
     """Microseconds of a product, of whole layers, of what comes before their product, and of the library's."""
     n, k = dense[0].shape
     x = torch.randn(m, k, device="cuda").bfloat16()
-    plain, turned, quantized = (layers(of, *how) for how in ((False, False), (True, False), (True, True)))
+    plain, turned, quantized = (layers(of, *how, invariant) for how in ((False, False), (True, False), (True, True)))
     check(x, plain[0], exact)
 
     def timed(call: Callable[[Any], object], over: list[Any]) -> float:
         return graph_us([lambda one=one: call(one) for one in over], None, 7)
 
     return {
-        "m": m, "n": n, "k": k, "floor_us": floor_us(m, n, k),
+        "m": m, "n": n, "k": k, **({"batch_invariant": True} if invariant else {}), "floor_us": floor_us(m, n, k),
         "library_us": timed(lambda d: torch.mm(x, d.T), dense),
         "w4a16_us": timed(lambda layer: compose.linear(gpu_triton, x, layer), plain),
         "turned_us": timed(lambda layer: compose.linear(gpu_triton, x, layer), turned),
@@ -112,7 +116,9 @@ def line(record: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer numbers of tokens")
-    tokens = QUICK if parser.parse_args().quick else TOKENS
+    parser.add_argument("--batch-invariant", action="store_true", help="layers whose rows do not depend on the batch")
+    asked = parser.parse_args()
+    tokens = QUICK if asked.quick else TOKENS
     if not torch.cuda.is_available():
         raise SystemExit("this needs an NVIDIA GPU; `python -m benchmarks.cpu_kernels` is for the CPU")
     torch.manual_seed(0)
@@ -121,7 +127,7 @@ def main() -> None:
         of, exact = weights(n, k, max(FEWEST, -(-int(COLD) // (n * k * 9 // 16))))
         dense = [torch.randn(n, k, device="cuda", dtype=torch.bfloat16) for _ in range(FEWEST)]
         for m in tokens:
-            record = measured(m, of, dense, exact)
+            record = measured(m, of, dense, exact, asked.batch_invariant)
             print(line(record), flush=True)
             append(NAME, {**record, **run_of})
         del of, exact, dense

@@ -108,7 +108,8 @@ def test_the_table_of_products_is_of_the_newest_run() -> None:
     about = {"gpu": "NVIDIA X", "driver": "1.2", "torch": "2.13", "triton": "3.6", "date": "2026-01-02"}
     old = {"m": 1, "n": 4096, "k": 64, "floor_us": 3.0, "library_us": 9.0, "w4a16_us": 77.0, "run": "a", **about}
     new = [{**old, "w4a16_us": 4.0, "run": "b"}, {**old, "m": 256, "w4a16_us": 18.0, "run": "b"}]
-    text = tables.matmul([old, *new])
+    slow = {**old, "run": "c", "batch_invariant": True}
+    text = tables.matmul([old, *new, slow])
     assert "| N × K | 1 token | 256 tokens | of the floor |" in text
     assert "| 4096 × 64 | 4.0 (2.25) | 18.0 (0.50) | 0.75 |" in text
     assert "77" not in text

@@ -162,6 +162,15 @@ def test_generate_streams_the_text_to_stdout(folders: Path, capsys: pytest.Captu
     assert capsys.readouterr().out.startswith("the quick")
 
 
+def test_batch_invariant_is_passed_on(folders: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    how = ("--max-new-tokens", 2, "--batch-invariant")
+    assert run("generate", folders / "made", "the quick", *how) == 0
+    assert run("generate", folders / "made", "the quick", *how, "--backend", "any_torch") == 1
+    assert "batch_invariant needs one order" in capsys.readouterr().err
+    assert run("generate", folders / "original", "the quick", *how) == 1
+    assert "has no 4-bit layers" in capsys.readouterr().err
+
+
 def test_evaluate_reports_figures_and_nothing_else_on_stdout(folders: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ("--text", folders / "text.txt", "--tokens", 128, "--window", 32, "--new-tokens", 2)
     against = ("--against", folders / "original", "--dtype", "float32")

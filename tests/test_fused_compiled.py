@@ -27,7 +27,7 @@ def test_the_operator_multiplies_rows(gpu: Gpu) -> None:
     arguments = list(together.k._operands())
     for wrong in ([16, 64], [128, 65 + 100], [128], [-64, 64], [0, 0]):
         with pytest.raises(Refusal, match="rows \\(first, count\\)"):
-            torch.ops.quarterturn.fp4_linear(x, *arguments[:-1], wrong)
+            torch.ops.quarterturn.fp4_linear(x, *arguments[:-2], wrong)
 
 
 class Calls:

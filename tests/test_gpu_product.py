@@ -134,9 +134,10 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         assert weight.codes.is_contiguous()
         return x.double() @ weight_layout.decoded(weight).double().T
 
-    def few(x, weight, w_scale, x_scale, bias, out, *, after, cut):
+    def few(x, weight, w_scale, x_scale, bias, out, *, after=False, cut, tokens8=None):
         assert 1 <= x.shape[0] <= 16
-        assert after
+        assert after == (gpu_launch.capability(x.device)[0] == 9)
+        assert x.shape[0] <= 8 * (tokens8 or 2)
         assert w_scale.shape == (weight.n,)
         acc = checked("few", x, weight, out)
         acc = acc * w_scale.double() * (1.0 if x_scale is None else x_scale.double().view(-1, 1))

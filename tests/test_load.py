@@ -124,6 +124,13 @@ def test_what_ran_can_be_asked(made: Path) -> None:
     assert told[0].reason
 
 
+def test_layers_can_be_batch_invariant(llama: Path) -> None:
+    model = load(llama, dtype="bfloat16", batch_invariant=True)
+    assert all(told.arithmetic.endswith(", batch-invariant") for told in qt.explain(model))
+    with pytest.raises(qt.BackendRefusal, match=r"(?s)any_torch.*batch_invariant needs one order"):
+        load(llama, batch_invariant=True, backend="any_torch")
+
+
 def test_activations_can_be_left_alone(llama: Path) -> None:
     exact, loose = load(llama, dtype="float32"), load(llama, dtype="float32", activations="bf16")
     a, b = exact(tokens()).logits, loose(tokens()).logits

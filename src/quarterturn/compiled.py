@@ -29,8 +29,8 @@ def merge_siblings(graph: fx.Graph) -> int:
     """Make one call of calls of fp4_linear for neighbouring rows of the same weight and x, in place -> calls saved."""
     groups: dict[Hashable, list[fx.Node]] = {}
     for node in graph.nodes:
-        if node.target is FP4_LINEAR.default and len(node.args) == _ARGUMENTS and node.args[-1] is not None:
-            groups.setdefault(_hashable(node.args[:-1]), []).append(node)
+        if node.target is FP4_LINEAR.default and len(node.args) > _ROWS and node.args[_ROWS] is not None:
+            groups.setdefault(_hashable((*node.args[:_ROWS], *node.args[_ROWS + 1 :])), []).append(node)
     saved = 0
     for nodes in groups.values():
         for run in _runs(nodes):
@@ -40,7 +40,8 @@ def merge_siblings(graph: fx.Graph) -> int:
     return saved
 
 
-_ARGUMENTS = len(FP4_LINEAR.default._schema.arguments)
+_ROWS = [argument.name for argument in FP4_LINEAR.default._schema.arguments].index("rows")
+"""Where a call has its rows. Arguments behind them that are as by default may be left out."""
 
 
 def _hashable(value: Any) -> Hashable:
@@ -60,15 +61,16 @@ def _runs(nodes: list[fx.Node]) -> list[list[fx.Node]]:
 
 
 def _rows(node: fx.Node) -> tuple[int, int]:
-    rows: Any = node.args[-1]
+    rows: Any = node.args[_ROWS]
     return rows[0], rows[1]
 
 
 def _merge(graph: fx.Graph, nodes: list[fx.Node], before: fx.Node) -> None:
     first, end = _rows(nodes[0])[0], sum(_rows(nodes[-1]))
     like = before.meta["val"]
+    arguments = (*before.args[:_ROWS], [first, end - first], *before.args[_ROWS + 1 :])
     with graph.inserting_before(before):
-        whole = graph.call_function(before.target, (*before.args[:-1], [first, end - first]))  # type: ignore[arg-type]
+        whole = graph.call_function(before.target, arguments)  # type: ignore[arg-type]
         whole.meta["val"] = like.new_empty((*like.shape[:-1], end - first))
         for node in nodes:
             start, count = _rows(node)[0] - first, _rows(node)[1]

@@ -6,8 +6,8 @@ theirs, so that nothing is held twice. A part is multiplied by itself where it h
 
 | joined are   | layers of one input side (transform, quantizer) and format, without output transforms, all with a   |
 |              | bias of one dtype or all without; all N but one multiples of 64; weights that no graph has captured |
-| results      | are what each layer by itself gives, but for the order of sums: how a product is cut depends on N.  |
-|              | They are slices of one tensor: their rows lie apart                                                 |
+| results      | are what each layer by itself gives, but for the order of sums: how a product is cut depends on N,  |
+|              | unless it is batch-invariant. They are slices of one tensor: their rows lie apart                   |
 | loaded again | a part is written in its place, where captured graphs read it; its bias and scales too, so call     |
 |              | `refresh` after writing to them in place                                                            |
 """
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -188,7 +188,7 @@ def together(backend: Backend, leader: Layer, parts: Sequence[Part | None]) -> T
         return None
     whole, first, count = known[0].whole, ordered[0].first, sum(part.count for part in known)
     bias = None if whole.bias is None else whole.bias[first : first + count]
-    layer = Layer(whole.weight((first, count)), bias, leader.input_blocks, None, leader.quantizer)
+    layer = replace(leader, weight=whole.weight((first, count)), bias=bias, output_blocks=None, kept={})
     places = [(part.first - first, part.first - first + part.count) for part in known]
 
     def run(x: Tensor) -> list[Tensor]:
@@ -201,6 +201,8 @@ def together(backend: Backend, leader: Layer, parts: Sequence[Part | None]) -> T
 
 def same_input(a: Layer, b: Layer) -> bool:
     """Whether two layers turn and quantize their inputs in the same way; waits for the device where it has to look."""
+    if a.batch_invariant != b.batch_invariant:  # whose products may take different operands
+        return False
     return _same_blocks(a.input_blocks, b.input_blocks) and _same_quantizer(a.quantizer, b.quantizer)
 
 

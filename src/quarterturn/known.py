@@ -56,6 +56,7 @@ def checked_layer(
     rule: str,
     _: str,
     rows: list[int] | None = None,
+    batch_invariant: bool = False,
 ) -> tuple[int, Layer]:
     """The number of outputs, and the layer that the arguments of fp4_linear are."""
     op, fmt, k = "fp4_linear", get_format(format), x.shape[-1] if x.dim() else 0
@@ -73,6 +74,7 @@ def checked_layer(
         blocks(input_matrix, input_factor, input_transpose),
         blocks(output_matrix, output_factor, output_transpose),
         Quantizer(fmt, encode_scale, recipe, rule) if quantize else None,
+        batch_invariant,
     )
 
 

@@ -8,7 +8,6 @@ values); the derived ones are never saved and are made again whenever the others
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from .absent_weight import AbsentWeight
 from .backends import Blocks, Layer, Problem, Quantizer, Selection, Weight, compose, get_backend, select
 from .eager import seen_by_torch
 from .errors import refusal
+from .explanation import Explanation, arithmetic, kept
 from .formats import E8M0_RULES, RECIPES, FP4Format, get_format
 from .fused import Part
 from .plan import Decided, LayerPlan, Stamp, in_place_of
@@ -31,18 +31,6 @@ WEIGHTS = ("auto", "packed", "decoded")
 _CHOICES = {"activations": ACTIVATIONS, "recipe": RECIPES, "rule": E8M0_RULES, "weights": WEIGHTS}
 
 
-@dataclass(frozen=True)
-class Explanation:
-    """What runs a layer: backend, arithmetic, why, what speaks against the others, and how the weights are kept."""
-
-    layer: str
-    backend: str
-    arithmetic: str
-    reason: str
-    rejected: dict[str, list[str]]
-    weights: str
-
-
 class FP4Linear(nn.Module):
     """A linear layer with 4-bit float weights behind optional block-diagonal transforms. Inference only.
 
@@ -51,6 +39,7 @@ class FP4Linear(nn.Module):
     output_sizes: row counts of the parts of a fused layer, each with a tensor scale of its own; default one part.
     backend: 'auto', or a name of backends.BACKENDS, which is then run or refused.
     weights: 'packed' keeps 4.5 bits a value, 'decoded' keeps bf16 values beside them; 'auto' leaves it to the backend.
+    batch_invariant: a row's result has the same bits whatever rows are beside it; by a backend that can, or refused.
     Buffers: codes uint8 (N, K/2), block_scale (N, K/group), encode_scale fp32 (P,), input_encode_scale fp32 (1,); a
     parameter bias (N,). Raises Refusal for sizes that do not fit.
     """
@@ -82,6 +71,7 @@ class FP4Linear(nn.Module):
         dtype: torch.dtype | None = None,
         backend: str = "auto",
         weights: str = "auto",
+        batch_invariant: bool = False,
         name: str = "",
     ) -> None:
         super().__init__()
@@ -91,7 +81,7 @@ class FP4Linear(nn.Module):
         self.format, self.activations, self.rule, self.recipe = fmt, activations, rule, recipe
         self.input_transform, self.output_transform = input_transform, output_transform
         self.output_sizes = tuple(output_sizes or (out_features,))
-        self.requested_backend, self.weights = backend, weights
+        self.requested_backend, self.weights, self.batch_invariant = backend, weights, batch_invariant
         self._check_arguments()
         if backend != "auto":
             get_backend(backend, name or None)
@@ -172,8 +162,8 @@ class FP4Linear(nn.Module):
             return None
         return found.plan
 
-    def _choices(self) -> tuple[str, ...]:
-        return self.activations, self.requested_backend, self.weights
+    def _choices(self) -> tuple[Any, ...]:
+        return self.activations, self.requested_backend, self.weights, self.batch_invariant
 
     def take(self, part: Part) -> LayerPlan:
         """Hold the weight as a part of what siblings hold together -> the plan by which this layer is then run."""
@@ -204,6 +194,7 @@ class FP4Linear(nn.Module):
             _blocks(self.input_transform, self.input_matrix),
             _blocks(self.output_transform, self.output_matrix),
             quantizer if self.activations == "fp4" else None,
+            self.batch_invariant,
         )
 
     def _operands(self) -> tuple[Any, ...]:
@@ -244,6 +235,7 @@ class FP4Linear(nn.Module):
             self.rule,
             decided.selection.name,
             None if part is None else part.rows,
+            self.batch_invariant,
         )
 
     def refresh(self, dtype: torch.dtype | None = None) -> FP4Linear:
@@ -284,7 +276,7 @@ class FP4Linear(nn.Module):
             stamp = Stamp(self, self._choices()) if type(self.codes) is Tensor else None
             weight = self.weight_tensor()
             self.tensor_scale = in_place_of(self.tensor_scale, weight.tensor_scale)
-            values = selection.backend.prepare(weight, self.weights)
+            values = selection.backend.prepare(weight, "packed" if self.batch_invariant else self.weights)
             if self.part is not None and self.part.write(values, weight, self.bias):
                 self.values = self.part.whole.data
                 self.part.whole.settle()
@@ -298,19 +290,11 @@ class FP4Linear(nn.Module):
         Raises BackendRefusal where nothing runs it.
         """
         known = self._decided if self._decided and dtype in (None, self._decided.dtype) else None
-        selection = known.selection if known else self._select(dtype or torch.bfloat16)
-        width = "W4A4" if self.activations == "fp4" else "W4A16"
-        parts = [f"{width} {self.format.name}"]
-        sides = (("input", self.input_transform), ("output", self.output_transform))
-        parts += [f"{side} transform {transform.size}" for side, transform in sides if transform is not None]
-        if self.activations == "fp4" and self.recipe != "checkpoint":
-            parts.append(f"recipe {self.recipe}")
-        held = "packed" if self.values is None else str(self.values.dtype).removeprefix("torch.")
-        kept = {"packed": "packed", "int32": "packed, in fragments"}.get(held, f"decoded to {held}")
+        dtype = dtype or torch.bfloat16
+        selection = known.selection if known else self._select(dtype)
         told = compose.remark(selection.backend, self.weight_tensor(), self.values) if known else ""
-        return Explanation(
-            self.name, selection.name, ", ".join(parts), selection.reason + told, selection.rejected, kept
-        )
+        words, why = arithmetic(self.problem(dtype)), selection.reason + told
+        return Explanation(self.name, selection.name, words, why, selection.rejected, kept(self.values))
 
     def problem(self, dtype: torch.dtype) -> Problem:
         """What this layer asks of a backend."""
@@ -326,6 +310,7 @@ class FP4Linear(nn.Module):
             self.bias is not None,
             self.rule,
             self.recipe,
+            batch_invariant=self.batch_invariant,
         )
 
     def extra_repr(self) -> str:
@@ -350,6 +335,8 @@ class FP4Linear(nn.Module):
         for word, known in _CHOICES.items():
             if (value := getattr(self, word)) not in known:
                 needs.append((f"{word} one of {', '.join(known)}", repr(value)))
+        if self.batch_invariant and self.weights == "decoded":
+            needs.append(("weights 'auto' or 'packed' for batch_invariant", "'decoded'"))
         if needs:
             raise refusal(
                 "fp4_linear", "this layer cannot be built.", layer=self.name or None, needs=needs,

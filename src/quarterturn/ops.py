@@ -49,7 +49,7 @@ _library.define(
 _library.define(
     f"fp4_linear(Tensor x, {_WEIGHT}Tensor? input_matrix, float input_factor, bool input_transpose, "
     "Tensor? output_matrix, float output_factor, bool output_transpose, bool quantize, Tensor? encode_scale, "
-    "str recipe, str rule, str backend, int[]? rows=None) -> Tensor"
+    "str recipe, str rule, str backend, int[]? rows=None, bool batch_invariant=False) -> Tensor"
 )
 
 
@@ -322,7 +322,8 @@ def _fp4_linear(run: bool, x: Tensor, *rest: Any) -> Tensor:
     shape = (*x.shape[:-1], n)
     if not run:
         return x.new_empty(shape)
-    backend = op_backend("fp4_linear", x.device, rest[known.BACKEND])
+    asked = compose.problem_of(layer, x.dtype, x.shape[-1]) if layer.batch_invariant else None
+    backend = op_backend("fp4_linear", x.device, rest[known.BACKEND], asked)
     known.keep(x, rest, backend, layer)
     return compose.linear(backend, compose.rows(x), layer).view(shape)
 

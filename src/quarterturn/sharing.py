@@ -20,7 +20,7 @@ through numpy) is not seen to be another: tie no layers around such code, or giv
 A share ends when every sibling has taken it or one of them gets another input. Siblings that left one behind (several,
 where their weights lie together) read something else, and none is made for them again; the weights of those that took
 it are put together where they can be, unless a CUDA graph is being captured. From then on the outputs are not bit for
-bit those of layers alone: a product of more rows may be cut in another way.
+bit those of layers alone, unless they are batch-invariant: a product of more rows may be cut in another way.
 """
 
 from __future__ import annotations

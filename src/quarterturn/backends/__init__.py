@@ -2,7 +2,8 @@
 
 A backend is a module with five parts: a docstring table (needs, provides, does not), `missing(device, capability)` for
 the machine, `refuses(problem)` for the layer, `prepare(weight, ...)`, and the ops. One with a way of its own through a
-whole layer is a FusedBackend besides, see protocol.py. Both questions are answered with a list of reasons; no reasons
+whole layer is a FusedBackend besides, see protocol.py. A layer that is to be batch-invariant is run by those alone that
+answer a third question, `varies(problem)`. The questions are answered with a list of reasons; no reasons
 mean yes. Automatic choice takes the first backend with no reason against it. An explicit choice is run or refused,
 never replaced.
 """
@@ -152,13 +153,24 @@ def _reasons(
     backend: Backend, problem: Problem | None, device: torch.device, capability: tuple[int, int] | None
 ) -> list[str]:
     """Reasons against the machine and against the layer: all, so that nobody cures one to meet the next."""
-    return [*backend.missing(device, capability), *(backend.refuses(problem) if problem is not None else [])]
+    reasons = backend.missing(device, capability)
+    if problem is None:
+        return reasons
+    reasons = [*reasons, *backend.refuses(problem)]
+    if problem.batch_invariant:
+        varies = getattr(backend, "varies", None)
+        reasons += [_VARIES] if varies is None else varies(problem)
+    return reasons
+
+
+_VARIES = "adds in an order that may depend on the number of rows, where batch_invariant needs one order"
 
 
 @lru_cache(maxsize=128)
-def op_backend(operation: str, device: torch.device, requested: str) -> Backend:
-    """The backend of an op called by itself, by the machine alone; that answer does not change in a process's life."""
-    return select(None, device, requested, operation=operation).backend
+def op_backend(operation: str, device: torch.device, requested: str, problem: Problem | None = None) -> Backend:
+    """The backend of an op called by itself, by the machine, and by the layer where one is asked about; that answer
+    does not change in a process's life."""
+    return select(problem, device, requested, operation=operation).backend
 
 
 def _capability(device: torch.device, given: tuple[int, int] | None) -> tuple[int, int] | None:

@@ -12,8 +12,9 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from ..errors import BackendRefusal, refusal
 from ..tensor import FP4Tensor, per_output
-from .protocol import Backend, FusedBackend, Layer, Operand, OrderedBackend, Together, Weight
+from .protocol import Backend, FusedBackend, Layer, Operand, OrderedBackend, Problem, Quantizer, Together, Weight
 
 
 def row_count(x: Tensor) -> int:
@@ -65,6 +66,8 @@ def product(backend: Backend, operand: Operand, layer: Layer) -> Tensor:
     # The output transform takes the product in fp32, so that the result is rounded once.
     dtype = operand.dtype if layer.output_blocks is None else torch.float32
     how = _ORDERED if operand.form == "ordered" else {}
+    if layer.batch_invariant:
+        how = {**how, "invariant": True}
     y = backend.matmul(operand.data, operand.block_scale, operand.tensor_scale, layer.weight, layer.bias, dtype, **how)
     return y if layer.output_blocks is None else backend.rotate(y, layer.output_blocks, operand.dtype)
 
@@ -74,6 +77,28 @@ def remark(backend: Backend, weight: FP4Tensor, values: Tensor | None) -> str:
     ask = getattr(backend, "remark", None)
     told: str | None = None if ask is None else ask(weight, values)
     return "" if told is None else f"; {told}"
+
+
+def problem_of(layer: Layer, dtype: torch.dtype, k: int) -> Problem:
+    """What a layer of inputs (M, k) of a dtype asks of a backend."""
+    quantizer = layer.quantizer or Quantizer(layer.weight.format, None)
+    sides = [None if blocks is None else blocks.matrix.shape[0] for blocks in (layer.input_blocks, layer.output_blocks)]
+    return Problem(
+        layer.weight.format, "bf16" if layer.quantizer is None else "fp4", dtype, layer.weight.n, k, sides[0], sides[1],
+        layer.bias is not None, quantizer.rule, quantizer.recipe, layer.batch_invariant,
+    )  # fmt: skip
+
+
+def would_vary(needed: str, found: str) -> BackendRefusal:
+    """The refusal of a batch-invariant layer for what only its tensors show."""
+    made = refusal(
+        "fp4_linear",
+        "a row's bits would depend on the number of rows, which batch_invariant rules out.",
+        needs=[(needed, found)],
+        do="leave batch_invariant out, or change what is named",
+        kind=BackendRefusal,
+    )
+    return cast(BackendRefusal, made)
 
 
 _ORDERED = {"ordered": True}

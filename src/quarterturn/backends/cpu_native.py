@@ -9,6 +9,7 @@ Packed weights are multiplied by packed activations: integer products of the cod
 scales in fp32, so that a row's bits do not depend on the batch, neither in the quantization nor in the product. Many
 rows go through the bf16 tiles of AMX where there are such, the weights decoded on the way; or else, unquantized (W4A16)
 or on a CPU with other bf16 instructions, through the library's product, for which slices of the weights are decoded.
+Batch-invariant layers take the integer products, or unquantized the fp32 ones of the same kernels, for every row.
 z is summed in float64 in a fixed order; but any_torch turns by wide matrices that are products of smaller ones, which
 for these kernels would be dense: see factors.py.
 """
@@ -27,8 +28,7 @@ from ..formats import FP4Format
 from ..kernels import cpu_build
 from ..layouts import get_layout
 from ..tensor import FP4Tensor
-from . import any_torch
-from .compose import epilogue
+from . import any_torch, compose
 from .cpu_layer import DTYPE, Native, native, turned_apart
 from .protocol import Blocks, Layer, Operand, Problem, Quantizer, Together, Weight
 
@@ -54,6 +54,13 @@ def missing(device: torch.device, capability: tuple[int, int] | None = None) -> 
 
 def refuses(problem: Problem) -> list[str]:
     """Nothing that `ops` lets through."""
+    return []
+
+
+def varies(problem: Problem) -> list[str]:
+    """Reasons why a row's bits may depend on the other rows: only what plain torch computes of a layer."""
+    if problem.recipe == "qutlass" and not problem.format.has_tensor_scale and problem.activations == "fp4":
+        return ["quantizes QuTLASS's MXFP4 by plain torch, where batch_invariant needs one order of sums"]
     return []
 
 
@@ -126,11 +133,12 @@ def operand(x: Tensor, layer: Layer) -> Operand:
     if quantizer is not None and quantizer.is_qutlass_mxfp4:
         values, tensor_scale = any_torch.rotate_quantize_dequantize(x, blocks, quantizer, values_dtype)
         return Operand(values, None, tensor_scale, m, dtype)
+    _check_invariant(layer)
     x, blocks = _for_kernels(x, blocks, dtype if quantizer is None else torch.float32)
-    if _in_tiles(m, weight, _exact(dtype, quantizer)):
+    if not layer.batch_invariant and _in_tiles(m, weight, _exact(dtype, quantizer)):
         tiles, scale_of_tensor = _tiles(x, native(layer, k))
         return Operand(tiles, None, None if quantizer is None else scale_of_tensor, m, dtype, TILES)
-    if quantizer is not None and _own_product(m, weight, True):
+    if quantizer is not None and (layer.batch_invariant or _own_product(m, weight, True)):
         codes, scale, tensor_scale = _codes(x, native(layer, k), quantizer.format)
         return Operand(codes, scale, tensor_scale, m, dtype, CODES)
     if quantizer is not None:
@@ -147,7 +155,7 @@ def product(operand: Operand, layer: Layer) -> Tensor:
     k = weight.data.shape[1] * (1 if weight.block_scale is None else 2)
     if operand.form == TILES:
         y = _tile_product(x, x_ts, operand.rows, native(layer, k), dtype)
-    elif _own_product(operand.rows, weight, operand.form == CODES):
+    elif layer.batch_invariant or _own_product(operand.rows, weight, operand.form == CODES):
         y = _few_rows(x, x_scale, x_ts, native(layer, k), dtype)
     else:
         y = matmul(x, x_scale, x_ts, weight, layer.bias, dtype)
@@ -164,6 +172,8 @@ def together(layers: Sequence[Layer]) -> Together | None:
         or any((layer.output_blocks is not None) != turned for layer in layers)
     ):
         return None
+    for layer in layers:
+        _check_invariant(layer)
     k = first.weight.data.shape[1] * 2
     natives = [native(layer, k) for layer in layers]
     count, sizes = len(layers), [one.n for one in natives]
@@ -174,7 +184,7 @@ def together(layers: Sequence[Layer]) -> Together | None:
     def run(x: Tensor) -> list[Tensor] | None:
         *outer, _ = x.shape
         m, dtype = math.prod(outer), x.dtype
-        if m > FEW_ROWS or _in_tiles(m, first.weight, _exact(dtype, quantizer)):
+        if m > FEW_ROWS or (not first.batch_invariant and _in_tiles(m, first.weight, _exact(dtype, quantizer))):
             return None
         if apart is not None:
             x = any_torch.rotate(x.view(m, k), apart, dtype if quantizer is None else torch.float32)
@@ -195,6 +205,18 @@ def together(layers: Sequence[Layer]) -> Together | None:
 def _turned(y: Tensor, layer: Layer, dtype: torch.dtype) -> Tensor:
     assert layer.output_blocks is not None
     return rotate(y.view(-1, y.shape[-1]), layer.output_blocks, dtype).view(y.shape)
+
+
+def _check_invariant(layer: Layer) -> None:
+    """Raises BackendRefusal for a batch-invariant layer of which a library multiplies something."""
+    if not layer.batch_invariant:
+        return
+    if layer.weight.block_scale is None:
+        raise compose.would_vary("packed weights", f"values in {layer.weight.data.dtype}")
+    for blocks in (layer.input_blocks, layer.output_blocks):
+        if turned_apart(blocks):
+            found = "a wide one that is a product of smaller ones, by which plain torch turns"
+            raise compose.would_vary("transforms that the kernels turn by", found)
 
 
 def _own_product(rows: int, weight: Weight, quantized: bool) -> bool:
@@ -306,7 +328,7 @@ def _many_rows(
         rows = slice(start, start + step)
         values = _decoded(weight.data[rows], weight.block_scale[rows], weight.format, dtype)
         acc[:, rows] = x @ values.T
-    return epilogue(acc, x_tensor_scale, weight, bias, out_dtype)
+    return compose.epilogue(acc, x_tensor_scale, weight, bias, out_dtype)
 
 
 def _decoded(codes: Tensor, block_scale: Tensor, format: FP4Format, dtype: torch.dtype) -> Tensor:

@@ -56,13 +56,15 @@ def few(
     *,
     after: bool = False,
     cut: Cut | None = None,
+    tokens8: int | None = None,
     work: tuple[Tensor, Tensor] | None = None,
 ) -> None:
     """out (M, N) = x (M, K) @ weight^T * (x_scale * w_scale) + bias for M <= 16, on the GPU that all are on.
 
     x, out: bf16, or fp16 with an NVFP4 weight; contiguous, x 16-byte aligned. w_scale fp32 (1,) or (N,), x_scale fp32
     (1,) or (M,), bias (N,), or None. after: start while the kernel before still runs (capability 9.0 or more), which is
-    right unless that kernel writes this weight. work: of `workspace`, for a caller that captures graphs.
+    right unless that kernel writes this weight. tokens8: of 8 tokens, how many the kernel has room for, 1 or 2; default
+    by M. work: of `workspace`, for a caller that captures graphs.
     """
     m, k = x.shape
     if not m:
@@ -72,14 +74,15 @@ def few(
     count = gpu_launch.multiprocessors(x.device)
     tiles, blocks, chunks = -(-weight.n // ROWS), weight.codes.shape[1], weight.scales.shape[1]
     cut = cut or cut_of(weight.n, k, m, count, gpu_launch.capability(x.device))
+    tokens8 = tokens8 or tokens8_of(m)
     programs, each, most = shares(tiles, cut, count)
     config = Config(
-        x.device, cut, weight.format.name, x.dtype, None if bias is None else bias.dtype, tokens8_of(m),
+        x.device, cut, weight.format.name, x.dtype, None if bias is None else bias.dtype, tokens8,
         owned(most, cut) if cut.cluster else 0, blocks == SCALE_BLOCKS * room(cut), _kind(w_scale), _kind(x_scale),
         after,
     )  # fmt: skip
     with gpu_launch.on_device(x.device):
-        partial, counts = work or workspace(x.device, floats_of(weight.n, m, cut))
+        partial, counts = work or workspace(x.device, floats_of(weight.n, 8 * tokens8, cut))
         launcher(config)(
             programs, x, weight.codes, weight.scales, w_scale, x_scale, bias, out, partial, counts, m, weight.n, k,
             tiles, blocks, chunks, each, tiles - programs * each, 2.0**weight.exponent,

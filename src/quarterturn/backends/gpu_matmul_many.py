@@ -33,13 +33,17 @@ class Cut(NamedTuple):
     programs: int
 
 
+_SPLITS = (1, 2, 3, 4, 5, 6, 8)
+
+
 @lru_cache(maxsize=4096)
-def cut(m: int, n: int, k: int, multiprocessors: int, ordered: bool) -> Cut:
-    """The fastest by an estimate from times measured on an H200. ordered: x comes in the order of fragments."""
+def cut(m: int, n: int, k: int, multiprocessors: int, ordered: bool, splits: tuple[int, ...] = _SPLITS) -> Cut:
+    """The fastest by an estimate from times measured on an H200. ordered: x comes in the order of fragments. splits:
+    those to choose from; (1,) where a row's bits are to be the same for every m."""
     options = []
     for tile in [_TILES[32]] if m <= 32 else [_TILES[64]] if m <= 64 else [_TILES[128], _TILES[256]]:
         count, room = -(-n // _ROWS) * -(-m // tile.tokens), tile.programs * multiprocessors
-        for split in _SPLITS:
+        for split in splits:
             chunks = ceil(ceil(k / 256) / split)
             if split == 1 or (count * split <= room and chunks >= 2):
                 waves = -(-count * split // room)
@@ -67,7 +71,6 @@ _TILES = {
     256: _Tile(256, 1, 1, 0.67),
 }
 _ROWS = 128
-_SPLITS = (1, 2, 3, 4, 5, 6, 8)
 _NATURAL_BELOW = 9000
 _WARPS = 8
 _GROUP = 16  # token tiles that share weights in L2

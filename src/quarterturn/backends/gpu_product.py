@@ -9,6 +9,18 @@
 | fp32, or fp16 with MXFP4   | any_torch, of the codes and scales made again from the fragments             |
 
 How a product is cut, the table of the device says (gpu_tuned.py), or a formula where it says nothing.
+
+Batch-invariant products take one way for every number of rows, so that a row's sums are always added in one order:
+
+| on              | runs                                                                                       |
+|---|---|
+| Hopper          | many with x in order, over all of K in one program. Its token tiles still follow the rows: |
+|                 | each adds K in steps of 16 by wgmma, m64nNk16, into one accumulator, whatever N is         |
+| 8.x, 12.x       | few, by 16 rows of x, with the cut for 16: what decides how sums are added (the warps, the |
+|                 | parts and the chunks of K) follows from K alone                                            |
+
+Neither depends on N, so siblings in one product have the bits that each has alone. That wgmma adds alike for every N is
+no promise of the hardware: tests/test_batch_invariant.py compares the bits on a GPU.
 """
 
 from __future__ import annotations
@@ -24,11 +36,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 from .. import weight_layout
 from ..formats import FP4Format
 from ..tensor import FP4Tensor, per_output
+from ..weight_layout import Fragments
 from . import any_torch, capturing, gpu_launch, gpu_pieces
-from .gpu_matmul import MOST_TOKENS, few
-from .gpu_matmul_many import Workspace, by_library, many, workspace
+from .gpu_matmul import MOST_TOKENS, cut_of, few
+from .gpu_matmul_many import Workspace, by_library, cut, many, workspace
 from .gpu_tuned import few_cut, many_cut
-from .protocol import Weight
+from .protocol import Problem, Weight
 
 
 def runs_on(device: torch.device) -> bool:
@@ -53,10 +66,32 @@ def prepare(weight: FP4Tensor) -> Tensor | None:
     return made
 
 
-def takes_order(x: Tensor, fmt: FP4Format) -> bool:
+INVARIANT = (8, 9, 12)
+"""Major capabilities where a batch-invariant product is known: of the others, 10.x rotates few rows and many by
+different matrix units."""
+
+
+def varies(problem: Problem) -> list[str]:
+    """Reasons why there is no batch-invariant product for a layer on a GPU."""
+    reasons, found, triton = [], problem.capability, gpu_launch.triton_version()
+    if found is None or found[0] not in INVARIANT:
+        there = "none" if found is None else f"{found[0]}.{found[1]}"
+        reasons.append(f"needs a GPU of capability 8.x, 9.0 or 12.x for batch_invariant, found {there}")
+    if triton not in gpu_launch.HOPPER_TRITON:
+        there = "none" if triton is None else ".".join(map(str, triton))
+        reasons.append(f"needs Triton 3.6 for weights in fragments, as batch_invariant does, found {there}")
+    if problem.dtype == torch.float32 or (problem.dtype == torch.float16 and problem.format.has_e8m0_scale):
+        short = str(problem.dtype).removeprefix("torch.")
+        reasons.append(f"needs bfloat16, or float16 with NVFP4, for batch_invariant, found {short}: convert the model")
+    if problem.output_size is not None:
+        reasons.append(f"needs no output transform for batch_invariant, found one of {problem.output_size}")
+    return reasons
+
+
+def takes_order(x: Tensor, fmt: FP4Format, invariant: bool = False) -> bool:
     """Whether the product of x (M, K) and weights of a format is one that takes x in the order of fragments."""
     of_values = x.dtype == torch.bfloat16 or (x.dtype == torch.float16 and not fmt.has_e8m0_scale)
-    return x.is_cuda and _hopper(x) and x.shape[0] > MOST_TOKENS and of_values
+    return x.is_cuda and _hopper(x) and of_values and (invariant or x.shape[0] > MOST_TOKENS)
 
 
 def matmul(
@@ -66,9 +101,12 @@ def matmul(
     bias: Tensor | None,
     out_dtype: torch.dtype,
     ordered: bool = False,
+    invariant: bool = False,
 ) -> Tensor:
-    """x (M, K) values times a weight that `prepare` made -> (M, N) of out_dtype. ordered: see takes_order."""
+    """x (M, K) values times a weight that `prepare` made -> (M, N) of out_dtype. ordered: see takes_order. invariant:
+    batch-invariant, of what `varies` has no reason against."""
     fmt, (m, k), n = weight.format, x.shape, weight.n
+    assert not invariant or (out_dtype == x.dtype != torch.float32)
     fragments, alpha = weight_layout.from_stored(weight.data, k, fmt, weight.rows)
     if x.dtype == torch.float32 or (x.dtype == torch.float16 and fmt.has_e8m0_scale):
         codes, scales = weight_layout.inverse(fragments)
@@ -83,7 +121,9 @@ def matmul(
     if not x.is_contiguous() or x.data_ptr() % 16:
         x = x.clone(memory_format=torch.contiguous_format)
     with gpu_launch.on_device(x.device):
-        if out_dtype == x.dtype and m <= MOST_TOKENS:
+        if invariant and not _hopper(x):
+            return _few_by_few(x, fragments, alpha, x_tensor_scale, bias, out)
+        if out_dtype == x.dtype and m <= MOST_TOKENS and not invariant:
             part, found = replace(fragments, exponent=0), few_cut(x.device, m, n, k)
             few(x, part, alpha, x_tensor_scale, bias, out, after=_hopper(x), cut=found)
             return out
@@ -91,10 +131,27 @@ def matmul(
         bias = None if bias is None else bias.float()
         if out_dtype == x.dtype and _hopper(x):
             chosen = many_cut(x.device, m, n, k)
-            chosen = chosen and chosen._replace(natural=chosen.natural and not ordered)
+            if invariant:
+                chosen = cut(m, n, k, gpu_launch.multiprocessors(x.device), ordered=True, splits=(1,))
+            elif chosen is not None:
+                chosen = chosen._replace(natural=chosen.natural and not ordered)
             return many(x, fragments, alpha, scale, bias, _space(x.device), out, ordered, chosen)
         assert not ordered
         return by_library(x, fragments, alpha, scale, bias, out)
+
+
+def _few_by_few(
+    x: Tensor, fragments: Fragments, alpha: Tensor, x_scale: Tensor | None, bias: Tensor | None, out: Tensor
+) -> Tensor:
+    """The product for a few tokens, 16 by 16, cut in the same way however many there are."""
+    (m, k), part = x.shape, replace(fragments, exponent=0)
+    device = x.device
+    chosen = cut_of(part.n, k, MOST_TOKENS, gpu_launch.multiprocessors(device), gpu_launch.capability(device))
+    for start in range(0, m, MOST_TOKENS):
+        rows = slice(start, start + MOST_TOKENS)
+        scale = x_scale if x_scale is None or x_scale.numel() == 1 else x_scale.view(-1)[rows]
+        few(x[rows], part, alpha, scale, bias, out[rows], cut=chosen, tokens8=2)
+    return out
 
 
 def is_captured(data: Tensor) -> bool:

@@ -14,7 +14,8 @@ With `weights="packed"` weights stay at 4.5 bits, in fragments that kernels of o
 units (gpu_product.py); else they are decoded to bf16 once and multiplied by the library. `auto` takes fragments on a
 GPU of capability 9.0, where their tests were run (NVIDIA H200, Triton 3.6), and decodes on others, where they were not.
 fp32 input, and fp16 with MXFP4, has no kernel for fragments and decodes them at every call: ask for "decoded" there.
-Siblings that read the same input are one product (fused.py).
+Siblings that read the same input are one product (fused.py). Batch-invariant layers have a cut of their own, the same
+for every number of rows: see gpu_product.py.
 
 Wider Hadamard matrices turn bf16 and fp16 in one pass on GPUs of capability 9.0 (gpu_wide.py), elsewhere and in fp32
 any_torch turns by them, in float64 by their factors.
@@ -29,7 +30,7 @@ from ..kernels import CODES, ROTATED, VALUES
 from ..layouts import BLOCKED_128x4
 from ..settings import triton_interprets
 from ..tensor import FP4Tensor, decode_block_scale, decode_codes
-from . import any_torch, gpu_product, gpu_wide
+from . import any_torch, compose, gpu_product, gpu_wide
 from .gpu_launch import Task, encode_scale, hopper_takes, launch, triton_version
 from .gpu_launch import capability as capability_of
 from .gpu_pieces import is_capturing, is_met, pieces_of
@@ -64,6 +65,24 @@ def missing(device: torch.device, capability: tuple[int, int] | None = None) -> 
 def refuses(problem: Problem) -> list[str]:
     """Nothing that `ops` lets through."""
     return []
+
+
+def varies(problem: Problem) -> list[str]:
+    """Reasons why a row's bits may depend on the other rows: rotations by a library's float64, or by kernels that
+    multiply few rows by other instructions than many; and what gpu_product has no such product of."""
+    reasons, size = gpu_product.varies(problem), problem.input_size
+    quantizes, scaled = problem.activations == "fp4", problem.format.has_tensor_scale
+    if quantizes and problem.recipe == "qutlass" and not scaled:
+        reasons.append("quantizes QuTLASS's MXFP4 by plain torch, where batch_invariant needs one order of sums")
+    hopper, by_row = problem.capability is not None and problem.capability[0] == 9, problem.recipe == "token" and scaled
+    unit = 128 if size == 128 else 64
+    if size is not None and size not in FUSED_SIZES:
+        known = ", ".join(map(str, FUSED_SIZES))
+        reasons.append(f"needs an input transform of {known} for batch_invariant, found {size}")
+    elif size is not None and hopper and problem.k % unit and not (quantizes and by_row):
+        needed = f"needs inputs in a multiple of {unit} behind transform {size} for batch_invariant"
+        reasons.append(f"{needed}, found {problem.k}")
+    return reasons
 
 
 def prepare(weight: FP4Tensor, mode: str) -> Tensor | None:
@@ -124,7 +143,9 @@ def in_order(x: Tensor, layer: Layer) -> bool:
     blocks, quantizer, weight = layer.input_blocks, layer.quantizer, layer.weight
     if blocks is None or weight.data.dtype != torch.int32 or layer.output_blocks is not None:
         return False
-    if (quantizer is not None and quantizer.is_qutlass_mxfp4) or not gpu_product.takes_order(x, weight.format):
+    if quantizer is not None and quantizer.is_qutlass_mxfp4:
+        return False
+    if not gpu_product.takes_order(x, weight.format, layer.batch_invariant):
         return False
     output = ROTATED if quantizer is None else VALUES
     if not (_fuses(x, blocks) and hopper_takes(Task(x, blocks, quantizer, output, x))):
@@ -140,14 +161,19 @@ def matmul(
     bias: Tensor | None,
     out_dtype: torch.dtype,
     ordered: bool = False,
+    invariant: bool = False,
 ) -> Tensor:
-    """(M, K) x (N, K)^T -> (M, N): of fragments by kernels of our own, else by any_torch. ordered: as rotate left x."""
+    """(M, K) x (N, K)^T -> (M, N): of fragments by kernels of our own, else by any_torch. ordered: as rotate left x.
+    invariant: by the way that is the same for every M. Raises BackendRefusal where the weight is not in fragments."""
     if weight.data.dtype != torch.int32:
+        if invariant:
+            found = "a negative block scale, or MXFP4 scales above 2^9" if weight.block_scale is not None else "values"
+            raise compose.would_vary("a weight that can be kept in fragments", found)
         return any_torch.matmul(x, x_block_scale, x_tensor_scale, weight, bias, out_dtype)
     if x_block_scale is not None:
         values = decode_block_scale(x_block_scale, weight.format)
         x = decode_codes(x, values, weight.format.group_size, torch.bfloat16)
-    return gpu_product.matmul(x, x_tensor_scale, weight, bias, out_dtype, ordered)
+    return gpu_product.matmul(x, x_tensor_scale, weight, bias, out_dtype, ordered, invariant)
 
 
 def _fusable(x: Tensor, blocks: Blocks | None) -> tuple[Tensor, Blocks | None]:

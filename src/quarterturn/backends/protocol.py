@@ -27,6 +27,7 @@ class Problem:
     bias: bool = False
     rule: str = "even"
     recipe: str = "checkpoint"
+    batch_invariant: bool = False
     capability: tuple[int, int] | None = None
     """Of the GPU that is to run it, as `select` fills it in; None: no GPU, or not known."""
 
@@ -87,6 +88,8 @@ class Layer:
     input_blocks: Blocks | None
     output_blocks: Blocks | None
     quantizer: Quantizer | None
+    batch_invariant: bool = False
+    """Whether a row's result is to have the same bits whatever rows are beside it."""
     kept: dict[str, Any] = field(default_factory=dict)
     """What a backend has made of it for calls to come, under the backend's name."""
 
@@ -151,6 +154,13 @@ class OrderedBackend(Backend, Protocol):
 
     def in_order(self, x: Tensor, layer: Layer) -> bool:
         """Whether the layer's x (M, K) is to be rotated and quantized into that order."""
+
+
+class InvariantBackend(Backend, Protocol):
+    """A backend that has batch-invariant ways through layers. One that fuses no layers takes `invariant` in matmul."""
+
+    def varies(self, problem: Problem) -> list[str]:
+        """Reasons why the bits of a row of this layer could depend on the other rows; none: it runs such a layer."""
 
 
 Together = Callable[[Tensor], "list[Tensor] | None"]

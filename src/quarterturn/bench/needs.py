@@ -47,7 +47,7 @@ def _kept(made: FourBits | None, device: torch.device) -> str:
     k = 256
     small = FP4Linear.from_tensor(
         random_weight(64, k, get_format(made.format), device), activations=made.activations, weights=made.weights,
-        backend=made.backend, input_encode_scale=1.0,
+        backend=made.backend, input_encode_scale=1.0, batch_invariant=made.batch_invariant,
     )  # fmt: skip
     return "packed" if small.values is None else str(small.values.dtype).removeprefix("torch.")
 

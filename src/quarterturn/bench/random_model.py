@@ -39,6 +39,7 @@ class FourBits:
     transform: str = "none"
     weights: str = "auto"
     backend: str = "auto"
+    batch_invariant: bool = False
 
 
 def meta_model(config: Any) -> Any:
@@ -102,6 +103,7 @@ def _in_four_bits(
         input_transform=transform,
         weights=made.weights,
         backend=made.backend,
+        batch_invariant=made.batch_invariant,
         name=name,
     )
 

@@ -12,7 +12,7 @@ import typer
 
 from ..errors import refusal
 from .common import out, print_json, progress, quiet, size
-from .running import Backend, Device, Json, Weights, _check_device
+from .running import Backend, BatchInvariant, Device, Json, Weights, _check_device
 
 if TYPE_CHECKING:
     from ..bench import Result
@@ -29,6 +29,7 @@ def bench(
     transform: Annotated[str, typer.Option(help="none, hadamard[:R] or random-hadamard[:R].")] = "hadamard:64",
     weights: Weights = "auto",
     backend: Backend = "auto",
+    batch_invariant: BatchInvariant = False,
     device: Device = "auto",
     layers: Annotated[int | None, typer.Option(min=1, help="Only so many of the model's layers.")] = None,
     bf16: Annotated[bool, typer.Option(help="Measure the bf16 model too.")] = True,
@@ -41,7 +42,7 @@ def bench(
     from ..bench import Ask, FourBits
     from ..bench import bench as run
 
-    made = FourBits(format, activations, transform, weights, backend)
+    made = FourBits(format, activations, transform, weights, backend, batch_invariant)
     ask = Ask(model_shape, _batches(batch), prompt, new_tokens, cache, made, layers, compile, bf16)
     target = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     _check_device(target)

@@ -28,6 +28,7 @@ DType = Annotated[str, typer.Option(help="auto (the file's), float32, bfloat16 o
 Activations = Annotated[str, typer.Option(help="checkpoint (as the file says) or bf16 (left unquantized).")]
 Backend = Annotated[str, typer.Option(help="auto, or a backend of `quarterturn doctor`.")]
 Weights = Annotated[str, typer.Option(help="auto, packed (4.5 bits a value) or decoded (16 bits a value).")]
+BatchInvariant = Annotated[bool, typer.Option("--batch-invariant", help="4-bit layers: a row's bits for any batch.")]
 
 
 def generate(
@@ -41,6 +42,7 @@ def generate(
     activations: Activations = "checkpoint",
     backend: Backend = "auto",
     weights: Weights = "auto",
+    batch_invariant: BatchInvariant = False,
 ) -> None:
     """Write on from a prompt, token by token."""
     quiet()
@@ -55,7 +57,7 @@ def generate(
 
     tokenizer = tokenizer_of(resolve(path))
     with work(f"loading {path}"):
-        model = open_model(path, device, dtype, activations, backend, weights)
+        model = open_model(path, device, dtype, activations, backend, weights, batch_invariant)
     inputs = tokenizer(prompt, return_tensors="pt") if raw else encode_prompt(tokenizer, prompt)
     do = "shorten the prompt, or pass a smaller --max-new-tokens"
     check_tokens("generate", model, inputs["input_ids"], max_new_tokens, do=do)
@@ -91,6 +93,7 @@ def open_model(
     activations: str = "checkpoint",
     backend: str = "auto",
     weights: str = "auto",
+    batch_invariant: bool = False,
 ) -> PreTrainedModel:
     """A checkpoint through quarterturn.load; an unquantized model through Transformers."""
     from ..integrations.models import load_original
@@ -99,7 +102,12 @@ def open_model(
     if device != "auto":
         _check_device(device)
     if recognise(path) != "unquantized":
-        return load(path, device=device, dtype=dtype, activations=activations, backend=backend, weights=weights)
+        how = {"activations": activations, "backend": backend, "weights": weights, "batch_invariant": batch_invariant}
+        return load(path, device=device, dtype=dtype, **how)  # type: ignore[arg-type]
+    if batch_invariant:
+        raise refusal("load", "this model has no 4-bit layers, whose sums alone are fixed by --batch-invariant.",
+                      file=path, needs=[("a 4-bit checkpoint", "an unquantized model")],
+                      do="leave --batch-invariant out")  # fmt: skip
     target = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     model = load_original("load", resolve(path), dtype)
     opened: PreTrainedModel = model.to(target).eval().requires_grad_(False)
@@ -129,6 +137,7 @@ def evaluate(
     activations: Activations = "checkpoint",
     backend: Backend = "auto",
     weights: Weights = "auto",
+    batch_invariant: BatchInvariant = False,
     as_json: Json = False,
 ) -> None:
     """Judge a model on a text: perplexity, divergence from the original, tokens per second, memory."""
@@ -142,7 +151,7 @@ def evaluate(
     ids = token_ids(tokenizer_of(resolve(path), against), content, tokens)
     cut_windows(ids, window)
     with work(f"loading {path}"):
-        model = open_model(path, device, dtype, activations, backend, weights)
+        model = open_model(path, device, dtype, activations, backend, weights, batch_invariant)
     check_tokens("evaluate", model, ids[:window], do="pass a smaller --window")
     room = (context_length(model) or 256 + new_tokens) - new_tokens
     fast = speed(model, ids[: max(1, min(window, 256, room))], new_tokens)

@@ -89,6 +89,7 @@ class Builder:
             dtype=module.weight.dtype,
             backend=self.options.backend,
             weights=self.options.weights,
+            batch_invariant=self.options.batch_invariant,
             name=target,
         )
         # A layer keeps the input scale that it does not use, so that saving gives the file back.

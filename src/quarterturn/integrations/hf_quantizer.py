@@ -22,10 +22,13 @@ METHOD = "quarterturn"
 class QuarterturnConfig(QuantizationConfigMixin):
     """Carries an opened checkpoint through from_pretrained; writes itself as what the checkpoint held."""
 
-    def __init__(self, checkpoint: Checkpoint, activations: str, backend: str, weights: str) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, activations: str, backend: str, weights: str, batch_invariant: bool
+    ) -> None:
         self.quant_method = METHOD
         self.checkpoint = checkpoint
         self.activations, self.backend, self.weights = activations, backend, weights
+        self.batch_invariant = batch_invariant
 
     def to_dict(self) -> dict[str, Any]:
         return dict(quantization_entry(self.checkpoint.config) or {})

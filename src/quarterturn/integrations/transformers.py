@@ -21,7 +21,8 @@ from ..backends import reasons_against, select
 from ..checkpoint import Checkpoint, open_checkpoint
 from ..checkpoint.files import refuse
 from ..errors import missing_package, refusal
-from ..linear import WEIGHTS, Explanation, FP4Linear
+from ..explanation import Explanation
+from ..linear import WEIGHTS, FP4Linear
 from ..sharing import tie
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ def load(
     backend: str = "auto",
     weights: str = "auto",
     device_map: str | dict[str, Any] | None = None,
+    batch_invariant: bool = False,
 ) -> PreTrainedModel:
     """Load a compressed-tensors FP4 checkpoint with its online transforms and exact arithmetic.
 
@@ -45,6 +47,8 @@ def load(
     takes it, for several devices. dtype: of everything that is not FP4; 'auto' is the checkpoint's own.
     activations: 'checkpoint' runs what the file says, 'bf16' leaves activations unquantized (W4A16).
     backend: 'auto', or a name that is then run or refused. weights: 'packed', 'decoded', or 'auto'.
+    batch_invariant: FP4 layers give a row the same bits whatever rows are beside it, or are refused; what lies between
+    them is Transformers' and torch's.
     Returns the model in evaluation mode, without gradients. Raises CheckpointRefusal or BackendRefusal: nothing that
     the file asks for is left out silently.
     """
@@ -55,7 +59,9 @@ def load(
     target = _device(device)
     checkpoint = open_checkpoint(path)
     config = _config(transformers, checkpoint)
-    config.quantization_config = hf_quantizer.QuarterturnConfig(checkpoint, activations, backend, weights)
+    config.quantization_config = hf_quantizer.QuarterturnConfig(
+        checkpoint, activations, backend, weights, batch_invariant
+    )
     where: dict[str, Any] = {"device_map": device_map} if device_map is not None else {}
     named = getattr(transformers, (config.architectures or [""])[0], None)
     known = isinstance(named, type) and issubclass(named, transformers.PreTrainedModel)
