@@ -142,3 +142,28 @@ def test_a_weight_that_is_loaded_again_is_seen_at_once() -> None:
     after = layer(x)
     assert not torch.equal(before, after)
     assert_near(after, expected(layer, x))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_weight_is_held_once_and_given_back(name: str) -> None:
+    """Between two calls nothing but the fragments takes memory; a state dict has the bytes that were quantized."""
+    n, k = 4096, 8192
+    with torch.device("cuda"):
+        weight = weight_of(FORMATS[name], n, k)
+    want = weight.codes.cpu(), weight.linear_block_scale().cpu()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated() - weight.codes.nbytes - weight.linear_block_scale().nbytes
+    layer = FP4Linear.from_tensor(weight, activations="bf16", backend="gpu_triton", weights="packed")
+    del weight
+    assert layer.values is not None
+    assert torch.cuda.memory_allocated() - before < layer.values.nbytes + (1 << 16)
+    x = torch.randn(4, k, device="cuda").to(BF16)
+    y = layer(x)
+    state = layer.state_dict()
+    for got, there in zip((state["codes"], state["block_scale"]), want, strict=True):
+        assert torch.equal(got.cpu().view(torch.uint8), there.view(torch.uint8))
+    layer.load_state_dict(state)
+    assert torch.equal(layer(x), y)
+    moved = layer.to("cpu")
+    assert torch.equal(moved.codes, want[0])
+    assert torch.equal(moved.to("cuda")(x), y)

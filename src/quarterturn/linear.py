@@ -23,6 +23,7 @@ from .formats import E8M0_RULES, RECIPES, FP4Format, get_format
 from .fused import Part
 from .plan import Decided, LayerPlan, Stamp, in_place_of
 from .sharing import Siblings
+from .stored_weight import STORED, StoredWeight
 from .tensor import FP4Tensor
 from .transforms import Transform
 
@@ -31,7 +32,7 @@ WEIGHTS = ("auto", "packed", "decoded")
 _CHOICES = {"activations": ACTIVATIONS, "recipe": RECIPES, "rule": E8M0_RULES, "weights": WEIGHTS}
 
 
-class FP4Linear(nn.Module):
+class FP4Linear(StoredWeight):
     """A linear layer with 4-bit float weights behind optional block-diagonal transforms. Inference only.
 
     x (..., in_features) bf16, fp16 or fp32 -> (..., out_features) of x.dtype.
@@ -40,17 +41,15 @@ class FP4Linear(nn.Module):
     backend: 'auto', or a name of backends.BACKENDS, which is then run or refused.
     weights: 'packed' keeps 4.5 bits a value, 'decoded' keeps bf16 values beside them; 'auto' leaves it to the backend.
     batch_invariant: a row's result has the same bits whatever rows are beside it; by a backend that can, or refused.
+    keep_codes: keep codes and block scales beside fragments made of them, where somebody else's memory they are.
     Buffers: codes uint8 (N, K/2), block_scale (N, K/group), encode_scale fp32 (P,), input_encode_scale fp32 (1,); a
-    parameter bias (N,). Raises Refusal for sizes that do not fit.
+    parameter bias (N,). The first two are let go where fragments hold them: stored_weight.py. Raises Refusal for sizes
+    that do not fit.
     """
 
     bias: nn.Parameter | None
-    codes: Tensor
-    block_scale: Tensor
-    encode_scale: Tensor | None
     input_encode_scale: Tensor | None
     tensor_scale: Tensor | None
-    values: Tensor | None
     input_matrix: Tensor | None
     output_matrix: Tensor | None
 
@@ -72,6 +71,7 @@ class FP4Linear(nn.Module):
         backend: str = "auto",
         weights: str = "auto",
         batch_invariant: bool = False,
+        keep_codes: bool = False,
         name: str = "",
     ) -> None:
         super().__init__()
@@ -82,6 +82,7 @@ class FP4Linear(nn.Module):
         self.input_transform, self.output_transform = input_transform, output_transform
         self.output_sizes = tuple(output_sizes or (out_features,))
         self.requested_backend, self.weights, self.batch_invariant = backend, weights, batch_invariant
+        self.keep_codes = keep_codes
         self._check_arguments()
         if backend != "auto":
             get_backend(backend, name or None)
@@ -104,7 +105,7 @@ class FP4Linear(nn.Module):
             self.register_buffer(derived, None, persistent=False)
         self._decided: Decided | None = None
         self.siblings: Siblings | None = None
-        self.part: Part | None = None
+        self.part = None
         self.register_load_state_dict_post_hook(_refresh)
 
     @classmethod
@@ -116,7 +117,8 @@ class FP4Linear(nn.Module):
         input_encode_scale: Tensor | float | None = None,
         **options: Any,
     ) -> FP4Linear:
-        """A layer that holds this weight (not a copy), bias (N,) and input encode scale; options as in __init__."""
+        """A layer that holds this weight, no copy but where it makes fragments of it, bias (N,) and input encode scale;
+        options as in __init__."""
         n, k = weight.shape
         ranges = weight.output_sizes
         layer = cls(k, n, format=weight.format, bias=bias is not None, output_sizes=ranges, device="meta", **options)
@@ -138,10 +140,6 @@ class FP4Linear(nn.Module):
         if bias is not None:
             layer.bias = nn.Parameter(bias.detach(), False)
         return layer.refresh()
-
-    def weight_tensor(self) -> FP4Tensor:
-        """The weight as an FP4Tensor that shares this layer's memory."""
-        return FP4Tensor.from_encode(self.codes, self.block_scale, self.encode_scale, self.format, self.output_sizes)
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., in_features) -> (..., out_features) of x.dtype. Raises Refusal for other shapes and dtypes."""
@@ -205,7 +203,7 @@ class FP4Linear(nn.Module):
                 "fp4_linear",
                 "the layer has no weights yet.",
                 layer=self.name or None,
-                needs=[("buffers with weights", f"buffers on {self.codes.device}")],
+                needs=[("buffers with weights", f"buffers on {self.device}")],
                 do="load a state dict, or call refresh() after filling the buffers",
             )
         part, matrix, encode_scale = self.part, self.input_matrix, self.input_encode_scale
@@ -251,7 +249,7 @@ class FP4Linear(nn.Module):
 
     def _decide(self, dtype: torch.dtype, anew: bool = False) -> LayerPlan | None:
         """The plan for inputs of a dtype, made again; the derived buffers too, but where only the dtype is another."""
-        if self.codes.device.type == "meta":
+        if self.device.type == "meta":
             return None
         selection, before = self._select(dtype), None if anew else self._decided
         same = before is not None and before.selection.name == selection.name and before.holds(self, self._choices())
@@ -267,13 +265,13 @@ class FP4Linear(nn.Module):
 
     def _derive(self, selection: Selection) -> Stamp | None:
         """Make the derived buffers; what they were made from, None for tensors that are not looked into."""
-        device = self.codes.device
+        device, choices = self.device, self._choices()
         # Tensors of inference mode could not be written to later.
         with torch.inference_mode(False), torch.no_grad():
             self.input_matrix = self.input_transform.operand(device) if self.input_transform else None
             self.output_matrix = self.output_transform.operand(device) if self.output_transform else None
             # Before anything is read: what changes while this runs must be seen by the next call.
-            stamp = Stamp(self, self._choices()) if type(self.codes) is Tensor else None
+            stamp = Stamp(self, choices) if type(self._buffers["codes"]) in (Tensor, type(None)) else None
             weight = self.weight_tensor()
             self.tensor_scale = in_place_of(self.tensor_scale, weight.tensor_scale)
             values = selection.backend.prepare(weight, "packed" if self.batch_invariant else self.weights)
@@ -282,7 +280,7 @@ class FP4Linear(nn.Module):
                 self.part.whole.settle()
             else:
                 self.part, self.values = None, in_place_of(self.values, values)
-        return stamp
+        return self._let_go(weight, stamp, choices)
 
     def explain(self, dtype: torch.dtype | None = None) -> Explanation:
         """What runs this layer, and why; for inputs of a dtype, default those it has met or expects.
@@ -292,7 +290,7 @@ class FP4Linear(nn.Module):
         known = self._decided if self._decided and dtype in (None, self._decided.dtype) else None
         dtype = dtype or torch.bfloat16
         selection = known.selection if known else self._select(dtype)
-        told = compose.remark(selection.backend, self.weight_tensor(), self.values) if known else ""
+        told = compose.remark(selection.backend, self.weight_tensor, self.values) if known else ""
         words, why = arithmetic(self.problem(dtype)), selection.reason + told
         return Explanation(self.name, selection.name, words, why, selection.rejected, kept(self.values))
 
@@ -320,7 +318,7 @@ class FP4Linear(nn.Module):
         return text + "".join(f", {side}_transform={transform}" for side, transform in sides if transform)
 
     def _select(self, dtype: torch.dtype) -> Selection:
-        return select(self.problem(dtype), self.codes.device, self.requested_backend, layer=self.name or None)
+        return select(self.problem(dtype), self.device, self.requested_backend, layer=self.name or None)
 
     def _check_arguments(self) -> None:
         group, k, n = self.format.group_size, self.in_features, self.out_features
@@ -346,6 +344,7 @@ class FP4Linear(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FP4Linear:
         """`.to`, `.half` and the like: devices change, the dtypes of codes and scales never do."""
         bias = self.bias
+        self.take_back()
         if self.part is not None:  # what siblings hold together does not move with one of them
             self.values = None
 
@@ -358,9 +357,9 @@ class FP4Linear(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         # What is derived is made again in the copy; and pickle does not know float8 tensors, so their bytes go.
-        held = self._buffers.items()
+        held = {**self._buffers, **dict(zip(STORED, self._stored(), strict=True))}.items()
         buffers = {name: t if t is None or t.element_size() > 1 else t.view(torch.uint8) for name, t in held}
-        if self.part is not None:
+        if self.part is not None or self._buffers["codes"] is None:
             buffers["values"] = None
         return {**self.__dict__, "_buffers": buffers, "_decided": None, "part": None}
 
@@ -375,7 +374,7 @@ class FP4Linear(nn.Module):
     def weight(self) -> AbsentWeight:
         """Not the weight, but its dtype, device and shape for models whose code asks; its values are refused."""
         dtype = self._decided.dtype if self._decided is not None else torch.bfloat16
-        return AbsentWeight(self.name, dtype, self.codes.device, (self.out_features, self.in_features))
+        return AbsentWeight(self.name, dtype, self.device, (self.out_features, self.in_features))
 
 
 def _blocks(transform: Transform | None, matrix: Tensor | None) -> Blocks | None:

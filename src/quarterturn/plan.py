@@ -73,8 +73,13 @@ class Stamp:
 
     BUFFERS = ("codes", "block_scale", "encode_scale", "input_encode_scale", "input_matrix")
 
-    def __init__(self, layer: nn.Module, choices: tuple[Any, ...]) -> None:
+    def __init__(
+        self, layer: nn.Module, choices: tuple[Any, ...], stored: tuple[Tensor | None, Tensor | None] | None = None
+    ) -> None:
+        """stored: the codes and block scales that the layer is about to hold, where they are others than now."""
         tensors = [layer._buffers[name] for name in self.BUFFERS] + [layer._parameters["bias"]]
+        if stored is not None:
+            tensors[:2] = stored
         there = [t for t in tensors if t is not None]
         self._choices, self._tensors = choices, tensors
         # `.data =` moves a tensor's memory. A write raises its version; tensors made in inference mode keep none.

@@ -6,7 +6,7 @@ linear = together, or product of operand.  operand: rotate, quantize.  product: 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import torch
@@ -72,10 +72,10 @@ def product(backend: Backend, operand: Operand, layer: Layer) -> Tensor:
     return y if layer.output_blocks is None else backend.rotate(y, layer.output_blocks, operand.dtype)
 
 
-def remark(backend: Backend, weight: FP4Tensor, values: Tensor | None) -> str:
+def remark(backend: Backend, weight: Callable[[], FP4Tensor], values: Tensor | None) -> str:
     """'; ' and why a layer with these prepared values does not run as the backend's name says; '' where it does."""
     ask = getattr(backend, "remark", None)
-    told: str | None = None if ask is None else ask(weight, values)
+    told: str | None = None if ask is None else ask(weight(), values)
     return "" if told is None else f"; {told}"
 
 

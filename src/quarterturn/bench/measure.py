@@ -131,7 +131,7 @@ def check_layers(layers: list[FP4Linear], rows: tuple[int, ...]) -> None:
             activations=layer.activations, input_transform=layer.input_transform, backend="any_torch", weights="packed",
         )  # fmt: skip
         for m in rows:
-            x = _input(layer, m, layer.codes.device)
+            x = _input(layer, m, layer.device)
             headline = f"a layer of {size[0]} x {size[1]} is wrong on {m} rows."
             _check_close(headline, layer(x), plain(x), _LAYER_BOUND, layer.name)
 
@@ -175,7 +175,7 @@ def _weight_bytes(layer: Any) -> int:
         return int(layer.weight.nbytes)
     if layer.values is not None and layer.values.is_floating_point():
         return layer.values.nbytes
-    return layer.codes.nbytes + layer.block_scale.nbytes
+    return int(layer.out_features * layer.in_features * layer.format.bits_per_value / 8)
 
 
 def model_bytes(model: Any) -> int:

@@ -60,7 +60,7 @@ def _linear_bytes(layer: torch.nn.Linear, kept: str, made: FourBits | None) -> f
     fragments, e4m3 = 4 * n * stored_width(n, k, fmt), n * e4m3_layout.stored_width(n, k)
     sizes = {"packed": 0, "int32": fragments, "float8_e4m3fn": e4m3, "float32": 4 * n * k}
     beside = sizes.get(kept, 2 * n * k)
-    return n * k * fmt.bits_per_value / 8 + beside
+    return beside if kept == "int32" else n * k * fmt.bits_per_value / 8 + beside
 
 
 def check(name: str, need: Callable[[int], int], layers: int, device: torch.device, another: str = "") -> None:

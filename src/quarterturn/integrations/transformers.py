@@ -103,7 +103,7 @@ def explain(
 
 def _explanation(layer: FP4Linear, dtype: torch.dtype, capability: tuple[int, int] | None) -> Explanation:
     found, problem = layer.explain(dtype), layer.problem(dtype)
-    device = layer.codes.device if capability is None else torch.device("cuda")
+    device = layer.device if capability is None else torch.device("cuda")
     against = {name: why for name, why in reasons_against(problem, device, capability).items() if why}
     if capability is None:
         return replace(found, rejected=against)
@@ -198,7 +198,7 @@ def _check_loaded(checkpoint: Checkpoint, model: Any, info: dict[str, Any]) -> N
         )
     for name, module in model.named_modules():
         if isinstance(module, FP4Linear):
-            if module.codes.device.type != "meta":
+            if module.device.type != "meta":
                 module.weight_tensor().validate(name)
             module.refresh(model.dtype)
     for name, parameter in model.named_parameters():

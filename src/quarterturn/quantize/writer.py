@@ -118,7 +118,7 @@ def _check_layers(model: nn.Module, layers: Mapping[str, FP4Linear]) -> None:
         )
     for name, layer in layers.items():
         needs = []
-        if layer.codes.device.type == "meta":
+        if layer.device.type == "meta":
             needs.append(("weights in memory", "the meta device"))
         if layer.format.has_e8m0_scale and layer.rule != "even":
             needs.append(("the scale rule 'even', which such files mean", f"'{layer.rule}'"))

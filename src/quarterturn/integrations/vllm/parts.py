@@ -42,6 +42,7 @@ def fp4_part(
             output_transform=spec.output_transform,
             rule=spec.rule,
             backend=backend,
+            keep_codes=True,
             name=name,
         )
         return part.refresh(dtype)
