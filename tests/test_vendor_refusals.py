@@ -199,7 +199,7 @@ def test_every_reason_is_told_behind_the_chosen_one_too() -> None:
     against = reasons_against(half, GPU, (10, 0))
     assert list(against) == [backend.NAME for backend in backends.BACKENDS]
     assert select(half, GPU, capability=(10, 0)).name == blackwell_cublas.NAME
-    assert [name for name, reasons in against.items() if reasons] == ["cpu_native", blackwell_qutlass.NAME]
+    assert [name for name, reasons in against.items() if reasons] == ["cpu_native", blackwell_qutlass.NAME, "gpu_fp8"]
     assert said(against[blackwell_qutlass.NAME], "found float16")
     of_mxfp4 = reasons_against(dataclasses.replace(LAYER, format=MXFP4), GPU, (12, 0))
     assert said(of_mxfp4[blackwell_cublas.NAME], "found 12.0")
