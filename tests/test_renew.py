@@ -111,7 +111,8 @@ def test_a_captured_graph_reads_the_new_weights(fmt: str, activations: str, weig
     def one() -> FP4Linear:
         torch.manual_seed(3)
         turn = random_hadamard(64, seed=1)
-        made = make(fmt, activations, 256, 512, bias=False, input_transform=turn, weights=weights, dtype=torch.bfloat16)
+        options = {"input_transform": turn, "weights": weights, "keep_codes": True, "dtype": torch.bfloat16}
+        made = make(fmt, activations, 256, 512, bias=False, **options)
         return made.to("cuda")
 
     layer, other = one(), changed(one(), True)
