@@ -176,6 +176,16 @@ def test_memory_is_asked_for_before_anything_is_made(monkeypatch: pytest.MonkeyP
         bench.bench(Ask("small", cache=16, prompt=8, new_tokens=1, made=made), CPU)
 
 
+def test_fragments_are_counted_once() -> None:
+    layer = torch.nn.Linear(4096, 1024, device="meta")
+    packed, fragments, decoded = (
+        needs._linear_bytes(layer, kept, FourBits()) for kept in ("packed", "int32", "bfloat16")
+    )
+    assert packed == 4096 * 1024 * 4.5 / 8
+    assert packed <= fragments < 1.01 * packed
+    assert decoded == packed + 2 * 4096 * 1024
+
+
 def test_free_memory_is_a_number_here() -> None:
     from quarterturn.machine import free_memory
 

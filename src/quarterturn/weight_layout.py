@@ -28,9 +28,9 @@ It is exact, except that an MXFP4 scale 2^118 times smaller than the largest (or
 
 `inverse` gives back codes and scales bit for bit, except codes under a zero scale or MXFP4's NaN, which come back as 0.
 
-**Stored.** `stored` puts fragments and an fp32 number a row into one int32 tensor of N rows, which a layer keeps beside
-its codes and hands to the ops in their place; `from_stored` gives views of it. `joined` puts several weights behind
-each other, of which it gives views too.
+**Stored.** `stored` puts fragments and an fp32 number a row into one int32 tensor of N rows, which a layer keeps in
+place of its codes (stored_weight.py) and hands to the ops; `from_stored` gives views of it. `joined` puts several
+weights behind each other, of which it gives views too.
 """
 
 from __future__ import annotations

@@ -11,8 +11,9 @@ fp32 and round in the same way. A matrix is looked at once, at its first use, an
 kept beside it: `matrix.data` must not be written to in place on a GPU.
 
 With `weights="packed"` weights stay at 4.5 bits, in fragments that kernels of our own decode on the way to the matrix
-units (gpu_product.py); else they are decoded to bf16 once and multiplied by the library. `auto` takes fragments on a
-GPU of capability 9.0, where their tests were run (NVIDIA H200, Triton 3.6), and decodes on others, where they were not.
+units (gpu_product.py), and that a layer then holds alone (stored_weight.py); else they are decoded to bf16 once and
+multiplied by the library. `auto` takes fragments on a GPU of capability 9.0, where their tests were run (NVIDIA H200,
+Triton 3.6), and decodes on others, where they were not.
 fp32 input, and fp16 with MXFP4, has no kernel for fragments and decodes them at every call: ask for "decoded" there.
 Siblings that read the same input are one product (fused.py). Batch-invariant layers have a cut of their own, the same
 for every number of rows: see gpu_product.py.
