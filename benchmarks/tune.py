@@ -6,7 +6,7 @@ For each weight (N, K) and class of tokens: the formula's cut is checked against
 tried, all with the formula's order of sums. One that gives other bits than the formula's, or that cannot be compiled or
 launched, is passed over; the fastest is kept if it is at least 2% faster than the formula's. NVFP4 weights, bf16 x; a
 time is the median over replays of a CUDA graph over copies of the weight that exceed the cache. --dry prints and writes
-nothing. Not run on a GPU yet.
+nothing. No table was kept of it yet.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ def merge_siblings(graph: fx.Graph) -> int:
     """Make one call of calls of fp4_linear for neighbouring rows of the same weight and x, in place -> calls saved."""
     groups: dict[Hashable, list[fx.Node]] = {}
     for node in graph.nodes:
-        if node.target is FP4_LINEAR.default and len(node.args) > _ROWS and node.args[_ROWS] is not None:
+        if node.target is FP4_LINEAR.default and not node.kwargs and len(node.args) > _ROWS and node.args[_ROWS]:
             groups.setdefault(_hashable((*node.args[:_ROWS], *node.args[_ROWS + 1 :])), []).append(node)
     saved = 0
     for nodes in groups.values():

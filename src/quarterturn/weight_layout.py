@@ -1,7 +1,7 @@
 """Weights as tensor cores read them: codes in fragment order, scales re-encoded so that decoding is a few bit moves.
 
 The products of kernels/matmul_*.py have the weight (N, K) as their left operand, in 16-bit floats made in registers.
-`FragmentLayout` permutes its codes once, so that what a lane of a warp needs lies together:
+`forward` permutes its codes once, so that what a lane of a warp needs lies together:
 
     codes   int32 (N/16, K/64, 32, 4)   lane 4g+q (g < 8, q < 4) of tile n, block b holds the values 64b+16q .. +15 of
                                         row 16n+g in two words, then those of row 16n+8+g in two more

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -194,7 +194,7 @@ def workspace(device: torch.device, floats: int) -> tuple[Tensor, Tensor]:
     return _kept_workspace(device, torch.cuda.current_stream(device).cuda_stream, power_of_two(max(floats, 1 << 18)))
 
 
-@lru_cache(maxsize=64)
+@cache  # one that went could be in use
 def _kept_workspace(device: torch.device, stream: int, floats: int) -> tuple[Tensor, Tensor]:
     def make() -> tuple[Tensor, Tensor]:
         counts = torch.zeros(capturing.COUNTERS, dtype=torch.int32, device=device)

@@ -26,7 +26,7 @@ no promise of the hardware: tests/test_batch_invariant.py compares the bits on a
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import lru_cache
+from functools import cache
 from itertools import accumulate
 
 import torch
@@ -185,6 +185,6 @@ def _space(device: torch.device) -> Workspace:
     return _kept_space(device, torch.cuda.current_stream(device).cuda_stream)
 
 
-@lru_cache(maxsize=64)
+@cache  # one that went could be in use
 def _kept_space(device: torch.device, stream: int) -> Workspace:
     return capturing.lasting(device, lambda: workspace(device))
