@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 
 from quarterturn import ops, random_hadamard, weight_layout
-from quarterturn.backends import gpu_wide
+from quarterturn.backends import compose, gpu_fp8, gpu_triton, gpu_wide
 from quarterturn.backends.gpu_launch import capability
 from quarterturn.backends.gpu_matmul import Cut, few
 from quarterturn.backends.gpu_matmul_many import Cut as ManyCut
 from quarterturn.backends.gpu_matmul_many import by_library, many, workspace
-from quarterturn.backends.protocol import Blocks
-from quarterturn.formats import FORMATS, NVFP4, FP4Format
+from quarterturn.backends.protocol import Blocks, Layer, Quantizer, Weight
+from quarterturn.formats import FORMATS, MXFP4, NVFP4, FP4Format
+from quarterturn.tensor import FP4Tensor
 from quarterturn.transforms import hadamard
 from quarterturn.weight_layout import Fragments
 
@@ -50,6 +51,20 @@ def rotate_quantize() -> None:
                 ops.rotate_quantize(x, matrix, factor, format="nvfp4", recipe="token", backend="gpu_triton")
                 if matrix is not None:
                     ops.rotate(x, matrix, factor, backend="gpu_triton")
+
+
+def ordered() -> None:
+    """Rotated, and quantized and dequantized, in the order of the product's fragments."""
+    encode = torch.tensor([150.0], device="cuda")
+    for matrix, factor in turns():
+        blocks = None if matrix is None else Blocks(matrix, factor, False)
+        for rows, width in ((5, 384), (300, 640), (1100, 1024)):
+            x = torch.randn(rows, width, device="cuda").to(BF16)
+            if blocks is not None:
+                gpu_triton.rotate(x, blocks, BF16, ordered=True)
+            for fmt in FORMATS.values():
+                quantizer = Quantizer(fmt, encode if fmt == NVFP4 else None, "checkpoint", "even")
+                gpu_triton.rotate_quantize_dequantize(x, blocks, quantizer, BF16, ordered=True)
 
 
 def wide() -> None:
@@ -94,8 +109,26 @@ def matmul_many() -> None:
                     many(x, weight, alpha, one, None, workspace(x.device), chosen=ManyCut(128, 256, 4, 1, 1, True, 1))
 
 
+def fp8() -> None:
+    """to_e4m3 and matmul_left, with rows that E4M3 does not hold."""
+    n, k = 333, 1056
+    codes = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, device="cuda")
+    scale = torch.randint(116, 128, (n, k // 32), dtype=torch.uint8, device="cuda").view(MXFP4.scale_dtype)
+    weight = FP4Tensor.from_encode(codes, scale, torch.ones(1, device="cuda"), MXFP4)
+    stored = gpu_fp8.prepare(weight, "auto")
+    assert stored is not None
+    for bias in (None, torch.randn(n, device="cuda")):
+        quantizer = Quantizer(MXFP4, None, "checkpoint", "even")
+        layer = Layer(Weight(stored, None, torch.ones(1, device="cuda"), (n,), MXFP4), bias, None, None, quantizer)
+        for m in (1, 70, 300):
+            x = torch.randn(m, k, device="cuda").to(BF16)
+            x[::3, :32] *= 2.0**20
+            compose.linear(gpu_fp8, x, layer)
+
+
 KERNELS: dict[str, Callable[[], None]] = {
-    "rotate_quantize": rotate_quantize, "wide": wide, "matmul_few": matmul_few, "matmul_many": matmul_many,
+    "rotate_quantize": rotate_quantize, "ordered": ordered, "wide": wide, "matmul_few": matmul_few,
+    "matmul_many": matmul_many, "fp8": fp8,
 }  # fmt: skip
 
 
