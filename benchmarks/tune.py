@@ -67,24 +67,19 @@ def many_grid(m: int, n: int, k: int, count: int) -> list[gpu_matmul_many.Cut]:
     first = gpu_matmul_many.cut(m, n, k, count, False)
     made = [first]
     for tokens in (32, 64, 128, 256):
-        for programs in (1, 2) if tokens <= 128 else (1,):
-            for depth, stages in ((1, 4), (1, 8), (2, 2), (2, 4)):  # a ring of 4 or 8 blocks
-                for natural in (False, True):
-                    cut = first._replace(tokens=tokens, programs=programs, depth=depth, stages=stages, natural=natural)
-                    ring = 128 * tokens * depth * stages
-                    if cut != first and tokens < 4 * m and ring <= _RING // programs and has_room(cut, m, n, count):
-                        made.append(cut)
+        for rows, programs in ((128, 1), (128, 2), (256, 1)):
+            for natural in (False, True):
+                cut = first._replace(rows=rows, tokens=tokens, programs=programs, natural=natural)
+                least = 256 * max(tokens // 64, 1) * rows // 128  # threads that sums leave room for
+                if cut != first and tokens < 4 * m and programs * least <= 1024 and has_room(cut, m, n, count):
+                    made.append(cut)
     return made
-
-
-_RING = 200 * 1024
-"""Bytes of shared memory for stages of x; what is left holds a tile on its way out."""
 
 
 def has_room(cut: gpu_matmul_many.Cut, m: int, n: int, count: int) -> bool:
     """Whether the programs of a split product fit on the GPU, and their sums and counts in the workspace."""
     tiles = -(-n // cut.rows) * -(-m // cut.tokens)
-    fits = tiles * cut.split <= cut.programs * count and tiles * cut.split * cut.tokens <= 2 * count * 128
+    fits = tiles * cut.split <= cut.programs * count and tiles * cut.split * cut.rows * cut.tokens <= 2 * count * 128 * 128
     return cut.split == 1 or (fits and tiles <= 2 * count)
 
 

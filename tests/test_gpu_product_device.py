@@ -44,9 +44,10 @@ def expected(layer: FP4Linear, x: Tensor) -> Tensor:
     return y if layer.bias is None else y + layer.bias.double()
 
 
-def assert_near(got: Tensor, want: Tensor) -> None:
+def assert_near(got: Tensor, want: Tensor, sums: float = 4e-6) -> None:
+    """sums: what fp32 sums may be off by, of the largest result; more where one chain adds all of a long K."""
     assert not got.isnan().any()
-    bound = UNIT[got.dtype] * want.abs() + 4e-6 * want.abs().amax()
+    bound = UNIT[got.dtype] * want.abs() + sums * want.abs().amax()
     assert ((got.double() - want).abs() <= bound).all(), float(((got.double() - want).abs() / bound).max())
 
 
@@ -153,7 +154,7 @@ def test_a_weight_is_held_once_and_given_back(name: str) -> None:
     want = weight.codes.cpu(), weight.linear_block_scale().cpu()
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated() - weight.codes.nbytes - weight.linear_block_scale().nbytes
-    layer = FP4Linear.from_tensor(weight, activations="bf16", backend="gpu_triton", weights="packed")
+    layer = FP4Linear.from_tensor(weight, activations="bf16", weights="packed")  # of a backend here, of another there
     del weight
     assert layer.values is not None
     assert torch.cuda.memory_allocated() - before < layer.values.nbytes + (1 << 16)

@@ -86,7 +86,7 @@ def test_a_device_without_a_table_has_no_cuts(tables: Path) -> None:
 
 def test_what_is_written_is_found(tables: Path) -> None:
     few = gpu_matmul.Cut(8, 1, 2, 3, 2, 1, False)
-    many = gpu_matmul_many.Cut(128, 64, 2, 2, 4, False, 2)
+    many = gpu_matmul_many.Cut(128, 64, 4, False, 2)
     tune.write(NAME, "few", entry(few._replace(slots=1), 8, 96, 64), {"date": "2026-01-01"})
     tune.write(NAME, "few", entry(few, 8, 96, 64), {"date": "2026-01-02"})
     assert gpu_tuned.few_cut(GPU, 5, 96, 64) == few
@@ -111,7 +111,7 @@ def test_the_table_of_another_device_is_not_taken(tables: Path) -> None:
 @pytest.mark.parametrize("m", [5, 60])
 def test_the_product_takes_the_tables_cut_before_the_formulas(m: int, monkeypatch: pytest.MonkeyPatch) -> None:
     few = gpu_matmul.Cut(8, 1, 2, 3, 2, 1, False)
-    many = gpu_matmul_many.Cut(128, 64, 2, 2, 1, False, 2)
+    many = gpu_matmul_many.Cut(128, 64, 1, False, 2)
     taken: list[Any] = []
     asked: list[tuple[int, int, int]] = []
     there = [True]

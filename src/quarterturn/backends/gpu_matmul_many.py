@@ -21,16 +21,19 @@ from .gpu_launch import _Described, capability, multiprocessors
 
 
 class Cut(NamedTuple):
-    """rows and tokens of a tile; stages of `depth` blocks of 64 of x in shared memory; programs that share a tile, each
-    a part of K; whether weights meet x in its natural order; programs a multiprocessor."""
+    """rows and tokens of a tile; programs that share a tile, each a part of K; whether weights meet x in its natural
+    order; programs a multiprocessor."""
 
     rows: int
     tokens: int
-    stages: int
-    depth: int
     split: int
     natural: bool
     programs: int
+
+    @property
+    def num_warps(self) -> int:
+        """Those that multiply."""
+        return self.rows // 16
 
 
 _SPLITS = (1, 2, 3, 4, 5, 6, 8)
@@ -41,38 +44,40 @@ def cut(m: int, n: int, k: int, multiprocessors: int, ordered: bool, splits: tup
     """The fastest by an estimate from times measured on an H200. ordered: x comes in the order of fragments. splits:
     those to choose from; (1,) where a row's bits are to be the same for every m."""
     options = []
-    for tile in [_TILES[32]] if m <= 32 else [_TILES[64]] if m <= 64 else [_TILES[128], _TILES[256]]:
-        count, room = -(-n // _ROWS) * -(-m // tile.tokens), tile.programs * multiprocessors
+    for tile in _TILES[min(tokens for tokens in _TILES if tokens >= min(m, 256))]:
+        count, room = -(-n // tile.rows) * -(-m // tile.tokens), tile.programs * multiprocessors
         for split in splits:
             chunks = ceil(ceil(k / 256) / split)
             if split == 1 or (count * split <= room and chunks >= 2):
-                waves = -(-count * split // room)
-                adding = 0 if split == 1 else 2 + tile.tokens / 64
-                options.append((waves * (4 * chunks * tile.block_us + 2) + adding, split, tile))
+                waves, alone = -(-count * split // room), count * split <= multiprocessors
+                adding = 0.0 if split == 1 else tile.adding_us + tile.part_us * split
+                one = 4 * chunks * (tile.alone_us if alone else tile.block_us) + tile.start_us
+                options.append((waves * one + adding, split, tile))
     _, split, tile = min(options)
-    # Ordering x moves 4 bytes a value of x; in its natural order the product takes some 4 to 6% longer.
-    natural = not ordered and tile.tokens == 256 and n < _NATURAL_BELOW
-    return Cut(_ROWS, tile.tokens, 4, tile.depth, split, natural, tile.programs)
+    # Weights that meet x in its natural order cost 1 to 4% at 256 tokens a tile, less than ordering x; with fewer more.
+    return Cut(tile.rows, tile.tokens, split, not ordered and tile.tokens == 256, tile.programs)
 
 
 class _Tile(NamedTuple):
-    """tokens; blocks of x a stage; programs a multiprocessor; time of a block of 64 of K when all of them run."""
+    """Rows and tokens, and programs a multiprocessor. Microseconds of a block of 64 of K where a multiprocessor has one
+    program and where it has as many as it can, of starting and ending a program, and of adding parts of K."""
 
+    rows: int
     tokens: int
-    depth: int
     programs: int
+    alone_us: float
     block_us: float
+    start_us: float
+    adding_us: float
+    part_us: float
 
 
 _TILES = {
-    32: _Tile(32, 2, 2, 0.34),
-    64: _Tile(64, 1, 2, 0.40),
-    128: _Tile(128, 2, 1, 0.35),
-    256: _Tile(256, 1, 1, 0.67),
+    32: (_Tile(128, 32, 2, 0.24, 0.36, 2, 3, 0), _Tile(256, 32, 1, 0.32, 0.32, 3, 2, 0.5)),
+    64: (_Tile(128, 64, 2, 0.29, 0.435, 2, 3, 0.25),),
+    256: (_Tile(128, 128, 1, 0.32, 0.32, 3, 3, 0.5), _Tile(128, 256, 1, 0.63, 0.63, 4, 3, 1)),
 }
-_ROWS = 128
-_NATURAL_BELOW = 9000
-_WARPS = 8
+"""By how many tokens they are for, at most; the last for more too."""
 _GROUP = 16  # token tiles that share weights in L2
 _REGISTERS_OF_TWO = 80  # a thread, so that two programs of eight warps and their helpers fit on a multiprocessor
 _SLICE = 24 << 20  # bytes of decoded weights that stay in L2
@@ -89,7 +94,7 @@ def workspace(device: torch.device, counts: Tensor | None = None) -> Workspace:
     """What any product on the device needs; counts: zeros (2 * tiles) that are there already."""
     most = 2 * multiprocessors(device)
     counts = torch.zeros(2 * most, dtype=torch.int32, device=device) if counts is None else counts
-    return Workspace(torch.empty(most * _ROWS * 128, dtype=torch.float32, device=device), counts)
+    return Workspace(torch.empty(most * 128 * 128, dtype=torch.float32, device=device), counts)
 
 
 def order(x: Tensor) -> Tensor:
@@ -145,16 +150,17 @@ class Config(NamedTuple):
     def constants(self) -> dict[str, Any]:
         """The constexpr arguments of the kernel."""
         from ..kernels import matmul_many as kernels
+        from ..kernels import ring_ptx
 
-        rows, tokens, stages, depth, split, natural, _ = self.cut
-        assert stages * depth in (4, 8), "the ring would be read where nothing was written"
-        asm, constraints = kernels.decode_asm(self.format, self.dtype == torch.float16)
+        rows, tokens, split, natural, _ = self.cut
+        warps = self.cut.num_warps
+        asm, constraints = kernels.decode_asm(self.format, self.dtype == torch.float16, natural)
         return {
-            "ROWS": rows, "TOKENS": tokens, "STAGES": stages, "DEPTH": depth, "SPLIT": split,
-            "GROUP": _GROUP, "NATURAL": natural, "EVEN": self.even, "HAS_BIAS": self.bias, "X_BY_ROW": self.by_row,
+            "ROWS": rows, "TOKENS": tokens, "SPLIT": split, "GROUP": _GROUP, "NATURAL": natural, "EVEN": self.even, "HAS_BIAS": self.bias, "X_BY_ROW": self.by_row,
             "TMA_OUT": self.by_tma, "LANES": 16 if self.format == MXFP4 else 32,
-            "CODES": kernels.fragment_layout(rows, 4, _WARPS), "SCALES": kernels.fragment_layout(rows, 2, _WARPS),
-            "PAIRS": kernels.pair_layout(rows, _WARPS), "ASM": asm, "CONSTRAINTS": constraints, "num_warps": _WARPS,
+            "CODES": kernels.fragment_layout(rows, 4, warps), "SCALES": kernels.fragment_layout(rows, 2, warps),
+            "PAIRS": kernels.pair_layout(rows, warps), "ASM": asm, "CONSTRAINTS": constraints, "num_warps": warps,
+            "WAIT": ring_ptx.wait_asm(), "LEAVE": ring_ptx.leave_asm(),
         }  # fmt: skip
 
     def options(self) -> dict[str, Any]:
@@ -170,6 +176,8 @@ def launcher(config: Config) -> Callable[..., None]:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
     from triton.runtime import driver
 
+    from ..kernels import ring_ptx
+    from ..kernels.matmul_many import barriers_at
     from ..kernels.matmul_many import matmul_many as kernel
 
     constants, how = config.constants(), config.cut
@@ -178,11 +186,13 @@ def launcher(config: Config) -> Callable[..., None]:
     fp32, int32 = like.view(torch.float32), like.view(torch.int32)
     layout = NVMMASharedLayout(128, 16, 2)
     compiled = kernel.warmup(
-        TensorDescriptor(like, [1024, 1024], [1024, 1], [how.tokens, 64 * how.depth], layout),
+        TensorDescriptor(like, [1024, 1024], [1024, 1], [how.tokens, 64], layout),
         TensorDescriptor(like, [1024, 1024], [1024, 1], [how.tokens, how.rows], layout),
         int32, int32, like, fp32, fp32, fp32, fp32, int32, 2, 2, 2, 2, 2, 2, 2, **constants, **config.options(),
         launch_pdl=True, grid=(1,),
     )  # fmt: skip
+    there, want = ring_ptx.barriers_in(compiled.asm["ptx"]), barriers_at(how.rows, how.tokens, how.natural)
+    assert there == want, f"this Triton lays out shared memory in another way: barriers at {there}, not at {want}"
     compiled._init_handles()
     index, run, function, metadata = config.device.index, compiled.run, compiled.function, compiled.packed_metadata
     constexprs = [constants[name] for name in kernel.arg_names if name in constants]

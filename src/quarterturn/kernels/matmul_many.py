@@ -2,7 +2,7 @@
 
 A program makes a tile of y^T, ROWS of w by TOKENS of x, over all of K or one of SPLIT parts of it:
 
-    one warp         copies x by TMA into a ring of shared memory, 64 * DEPTH values of K a stage
+    one warp         copies x by TMA into a ring of shared memory, four stages of 64 values of K
     the other warps  load fragments of w a chunk of 256 values ahead of their use, decode a block of 64 while wgmma
                      multiplies the block before it, and finish: y = acc * (alpha * x_scale) + bias, one rounding
 
@@ -11,9 +11,9 @@ of the tile in the order of K, so that the same input gives the same bits, run a
 the GPU at once: no more of them than fit, launched cooperatively, which makes sure of it whatever else the GPU does.
 
 The order of K inside a block of 64 is that of weight_layout.py: x comes in it ("ordered", kernels/order_tokens.py), or
-NATURAL and the decoded weights change lanes to meet it.
+NATURAL and the decoded weights change lanes to meet it, through shared memory of their warp (ring_ptx.py).
 
-| x_desc     | (M, K up to 64) bf16 or fp16 (fp16: NVFP4 alone), 16-byte aligned, tiles (TOKENS, 64 * DEPTH)      |
+| x_desc     | (M, K up to 64) bf16 or fp16 (fp16: NVFP4 alone), 16-byte aligned, tiles (TOKENS, 64)              |
 | y_desc, y  | (M, N) of x's dtype, contiguous; tiles (TOKENS, ROWS) where N is a multiple of 8, else unused      |
 | codes      | int32 (N/16, blocks, 32, 4) of weight_layout.py, and its scales as int32 (N/16, chunks, lanes, 2)  |
 | alpha      | fp32 (N): tensor scale of the row's output range, times 2^exponent of the fragments                |
@@ -37,21 +37,25 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..formats import FP4Format
-from . import fp4_decode
+from . import fp4_decode, ring_ptx
 from .matmul_sums import add, finish, leave, meet
 
 
-def decode_asm(fmt: FP4Format, half: bool) -> tuple[str, str]:
+def decode_asm(fmt: FP4Format, half: bool, natural: bool = False) -> tuple[str, str]:
     """Text and constraints, for two rows of a lane: two words of each and a word of scales -> their eight pairs.
 
     Output 2j+r is pair j of row r; inputs 16 and 17 are the first words of the rows, 18 and 19 the second ones, 20 the
-    scale bytes of the rows.
+    scale bytes of the rows. natural: the pairs that wgmma takes where x is in its natural order; inputs 22 and 24 are
+    a lane's places to write to and to read from (exchange_asm).
     """
-    lines = ["{", ".reg .b32 t, u, c0, c1, s, negative_zero;", "mov.b32 negative_zero, 0x80008000;"]
+    lines = ["{", ".reg .b32 t, u, c0, c1, s, negative_zero, v<16>;", "mov.b32 negative_zero, 0x80008000;"]
     for r in range(2):
         lines += fp4_decode.scale("$20", r, "s", fmt, half)
-        lines += fp4_decode.values(f"${16 + r}", f"${18 + r}", "s", [f"${2 * j + r}" for j in range(8)], half)
-    return "\n".join([*lines, "}"]), "=&r," * 16 + ",".join("r" * 6)
+        out = [f"v{2 * j + r}" if natural else f"${2 * j + r}" for j in range(8)]
+        lines += fp4_decode.values(f"${16 + r}", f"${18 + r}", "s", out, half)
+    if natural:
+        lines += ring_ptx.exchange([f"v{i}" for i in range(16)], [f"${i}" for i in range(16)], "$22", "$24")
+    return "\n".join([*lines, "}"]), "=&r," * 16 + ",".join("r" * (10 if natural else 6))
 
 
 def fragment_layout(rows: int, words: int, num_warps: int) -> gl.DistributedLinearLayout:
@@ -84,25 +88,25 @@ _TWO_FP16 = gl.constexpr((gl.float16,) * 2)
 
 @gluon.jit
 def _decode(
-    words, scales, dtype: gl.constexpr, ROWS: gl.constexpr, OPERAND: gl.constexpr, PAIRS: gl.constexpr,
+    words, scales, to, back, dtype: gl.constexpr, ROWS: gl.constexpr, OPERAND: gl.constexpr, PAIRS: gl.constexpr,
     NATURAL: gl.constexpr, ASM: gl.constexpr, CONSTRAINTS: gl.constexpr,
 ):  # fmt: skip
     """words (ROWS/16, 32, 4) and scale bytes (ROWS/16, 32) of a block -> the left operand (ROWS, 64)."""
     first, second = words.reshape([ROWS // 16, 32, 2, 2]).split()
     s = gl.convert_layout(scales, gl.SliceLayout(2, first.type.layout), assert_trivial=True).expand_dims(2)
     s, _ = gl.broadcast(s, first)
+    args = [first, second, s]
+    if NATURAL:
+        args = args + [to, back]
     # pair 2t+h of (tile of rows, lane, row / 8)
     p0, p1, p2, p3, p4, p5, p6, p7 = gl.inline_asm_elementwise(
-        ASM, CONSTRAINTS, [first, second, s], dtype=_PAIRS, is_pure=True, pack=2
+        ASM, CONSTRAINTS, args, dtype=_PAIRS, is_pure=not NATURAL, pack=2
     )
     even = gl.join(gl.join(p0, p4), gl.join(p2, p6))
     odd = gl.join(gl.join(p1, p5), gl.join(p3, p7))
     pairs = gl.join(even, odd).reshape([ROWS // 16, 8, 4, 2, 2, 2, 2])  # tile, g, q, row / 8, t (two bits), h
-    if NATURAL:
-        pairs = gl.convert_layout(pairs.permute((0, 3, 1, 2, 4, 5, 6)).reshape([ROWS, 32]), PAIRS)
-    else:
-        pairs = pairs.permute((0, 3, 1, 4, 5, 6, 2)).reshape([ROWS, 32])
-        pairs = gl.convert_layout(pairs, PAIRS, assert_trivial=True)
+    pairs = pairs.permute((0, 3, 1, 4, 5, 6, 2)).reshape([ROWS, 32])
+    pairs = gl.convert_layout(pairs, PAIRS, assert_trivial=True)
     rows = pairs.reshape([ROWS // 16, 2, 8, 32]).permute((0, 2, 3, 1))
     upper, lower = gl.inline_asm_elementwise(
         "mov.b32 $0, $2; mov.b32 $1, $3;", "=&r,=&r,r,r", [rows],
@@ -130,6 +134,12 @@ def _load(codes, scales, chunk, blocks, LANES: gl.constexpr, EVEN: gl.constexpr)
 
 
 @gluon.jit
+def _run(args, TEXT: gl.constexpr):
+    """A text of ring_ptx.py and its constraints, in its place."""
+    gl.inline_asm_elementwise(TEXT[0], TEXT[1], args, dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def _place(row_tiles, token_tiles, chunks, SPLIT: gl.constexpr, GROUP: gl.constexpr):
     """This program's row tile, token tile, tile and part, and its first chunk of K and the one behind its last.
 
@@ -146,6 +156,12 @@ def _place(row_tiles, token_tiles, chunks, SPLIT: gl.constexpr, GROUP: gl.conste
     return row, token, tile, part, part * chunks // SPLIT, (part + 1) * chunks // SPLIT
 
 
+@gluon.constexpr_function
+def barriers_at(rows, tokens, natural):
+    """The byte of shared memory behind the ring and what weights change lanes through."""
+    return 512 * tokens + 128 * rows * natural
+
+
 @gluon.jit
 def _wait_for_earlier_kernels():
     """What comes before this may run while the kernel before this one ends (programmatic dependent launch)."""
@@ -156,40 +172,51 @@ def _wait_for_earlier_kernels():
 
 @gluon.jit
 def _copy_x(
-    x_desc, x_tiles, full, empty, row_tiles, token_tiles, chunks, TOKENS: gl.constexpr, STAGES: gl.constexpr,
-    DEPTH: gl.constexpr, SPLIT: gl.constexpr, GROUP: gl.constexpr,
+    x_desc, x_tiles, barriers, row_tiles, token_tiles, chunks, TOKENS: gl.constexpr, SPLIT: gl.constexpr,
+    GROUP: gl.constexpr,
 ):  # fmt: skip
     """The warp that fills the ring."""
     _, token, _, _, first, end = _place(row_tiles, token_tiles, chunks, SPLIT, GROUP)
-    STEPS: gl.constexpr = 4 // DEPTH
-    stage = 0
     phase = 1
     _wait_for_earlier_kernels()
     for chunk in range(first, end):
-        for i in gl.static_range(STEPS):
-            mbarrier.wait(empty.index(stage + i), phase)
-            mbarrier.expect(full.index(stage + i), TOKENS * DEPTH * 128)
-            at = [token * TOKENS, chunk * 256 + i * (64 * DEPTH)]
-            tma.async_copy_global_to_shared(x_desc, at, full.index(stage + i), x_tiles.index(stage + i))
-        stage += STEPS
-        if stage == STAGES:
-            stage = 0
-            phase ^= 1
+        for j in gl.static_range(4):
+            mbarrier.wait(barriers.index(4 + j), phase)
+            mbarrier.expect(barriers.index(j), TOKENS * 128)
+            at = [token * TOKENS, chunk * 256 + j * 64]
+            tma.async_copy_global_to_shared(x_desc, at, barriers.index(j), x_tiles.index(j))
+        phase ^= 1
+
+
+@gluon.jit
+def _places(words, base):
+    """Bytes of shared memory that a lane writes its pairs to and reads others from where these change lanes: 2 KB a
+    warp, a row in 128 bytes, of which piece i of 16 lies at i xor row % 8."""
+    first, _ = words.reshape([words.shape[0], 32, 2, 2]).split()
+    L: gl.constexpr = first.type.layout
+    warp = base + gl.arange(0, words.shape[0], gl.SliceLayout(1, gl.SliceLayout(2, L)))[:, None, None] * 2048
+    lane = gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(2, L)))[None, :, None]
+    to = warp + lane // 4 * 128 + ((lane % 4 * 2) ^ (lane // 4)) * 16
+    back = warp + (lane % 8 + lane // 8 % 2 * 8) * 128 + ((lane // 16) ^ (lane % 8)) * 16
+    to, _ = gl.broadcast(to, first)
+    back, _ = gl.broadcast(back, first)
+    return to, back
 
 
 @gluon.jit
 def _multiply(
     y_desc, codes_ptr, scales_ptr, y_ptr, alpha_ptr, x_scale_ptr, bias_ptr, parts_ptr, counts_ptr, x_tiles, y_tile,
-    full, empty, m, n, row_tiles, token_tiles, chunks, blocks, tiles16, ROWS: gl.constexpr, TOKENS: gl.constexpr,
-    STAGES: gl.constexpr, DEPTH: gl.constexpr, SPLIT: gl.constexpr, GROUP: gl.constexpr, NATURAL: gl.constexpr,
-    EVEN: gl.constexpr, HAS_BIAS: gl.constexpr, X_BY_ROW: gl.constexpr, TMA_OUT: gl.constexpr, LANES: gl.constexpr,
-    CODES: gl.constexpr, SCALES: gl.constexpr, PAIRS: gl.constexpr, ASM: gl.constexpr, CONSTRAINTS: gl.constexpr,
+    m, n, row_tiles, token_tiles, chunks, blocks, tiles16, ROWS: gl.constexpr, TOKENS: gl.constexpr,
+    SPLIT: gl.constexpr, GROUP: gl.constexpr, NATURAL: gl.constexpr, EVEN: gl.constexpr, HAS_BIAS: gl.constexpr,
+    X_BY_ROW: gl.constexpr, TMA_OUT: gl.constexpr, LANES: gl.constexpr, CODES: gl.constexpr, SCALES: gl.constexpr,
+    PAIRS: gl.constexpr, ASM: gl.constexpr, CONSTRAINTS: gl.constexpr, WAIT: gl.constexpr, LEAVE: gl.constexpr,
 ):  # fmt: skip
     """The warps that decode and multiply."""
     dtype: gl.constexpr = x_tiles.dtype
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, TOKENS, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
-    STEPS: gl.constexpr = 4 // DEPTH
+    FULL: gl.constexpr = barriers_at(ROWS, TOKENS, NATURAL)
+    EMPTY: gl.constexpr = FULL + 32
     row, token, tile, part, first, end = _place(row_tiles, token_tiles, chunks, SPLIT, GROUP)
 
     tile16 = row * (ROWS // 16) + gl.arange(0, ROWS // 16, gl.SliceLayout(1, gl.SliceLayout(2, CODES)))[:, None, None]
@@ -203,49 +230,39 @@ def _multiply(
     scales += lane // (32 // LANES) * 2 + word
 
     c0, c1, c2, c3, s01, s23 = _load(codes, scales, first, blocks, LANES, EVEN)
-    a = _decode(c0, s01, dtype, ROWS, OPERAND, PAIRS, NATURAL, ASM, CONSTRAINTS)
+    to, back = _places(c0, TOKENS * 512)
+    a = _decode(c0, s01, to, back, dtype, ROWS, OPERAND, PAIRS, NATURAL, ASM, CONSTRAINTS)
     a_before = a
     acc = gl.zeros([ROWS, TOKENS], gl.float32, ACC)
-    stage = 0
     phase = 0
     for chunk in range(first, end):
         n0, n1, n2, n3, t01, t23 = _load(codes, scales, gl.minimum(chunk + 1, end - 1), blocks, LANES, EVEN)
         for j in gl.static_range(4):
-            if j % DEPTH == 0:
-                mbarrier.wait(full.index(stage + j // DEPTH), phase)
-            x_tile = x_tiles.index(stage + j // DEPTH)
-            if DEPTH == 2:
-                x_tile = x_tile.slice(j % 2 * 64, 64, 1)
+            _run([FULL + 8 * j, phase], WAIT)
             use_acc = (chunk > first) | (j > 0)
-            acc = warpgroup_mma(a, x_tile.permute((1, 0)), acc, use_acc=use_acc, is_async=True)
-            # The block before is done: its registers and, at the end of a stage, its place in the ring are free.
+            acc = warpgroup_mma(a, x_tiles.index(j).permute((1, 0)), acc, use_acc=use_acc, is_async=True)
+            # The block before is done: its registers and its place in the ring are free.
             acc, a_before = warpgroup_mma_wait(1, [acc, a_before])
-            if j == 0:
-                before = gl.where(stage == 0, STAGES - 1, stage - 1)
-                mbarrier.arrive(empty.index(before), count=1, pred=chunk > first)
-            elif j % DEPTH == 0:
-                mbarrier.arrive(empty.index(stage + j // DEPTH - 1), count=1)
+            _run([EMPTY + 8 * ((j + 3) % 4), use_acc.to(gl.int32)], LEAVE)
             a_before = a
             if j == 0:
-                a = _decode(c1, s01 >> 16, dtype, ROWS, OPERAND, PAIRS, NATURAL, ASM, CONSTRAINTS)
+                a = _decode(c1, s01 >> 16, to, back, dtype, ROWS, OPERAND, PAIRS, NATURAL, ASM, CONSTRAINTS)
             elif j == 1:
-                a = _decode(c2, s23, dtype, ROWS, OPERAND, PAIRS, NATURAL, ASM, CONSTRAINTS)
+                a = _decode(c2, s23, to, back, dtype, ROWS, OPERAND, PAIRS, NATURAL, ASM, CONSTRAINTS)
             elif j == 2:
-                a = _decode(c3, s23 >> 16, dtype, ROWS, OPERAND, PAIRS, NATURAL, ASM, CONSTRAINTS)
+                a = _decode(c3, s23 >> 16, to, back, dtype, ROWS, OPERAND, PAIRS, NATURAL, ASM, CONSTRAINTS)
             else:
-                a = _decode(n0, t01, dtype, ROWS, OPERAND, PAIRS, NATURAL, ASM, CONSTRAINTS)
+                a = _decode(n0, t01, to, back, dtype, ROWS, OPERAND, PAIRS, NATURAL, ASM, CONSTRAINTS)
         c1 = n1
         c2 = n2
         c3 = n3
         s01 = t01
         s23 = t23
-        stage += STEPS
-        if stage == STAGES:
-            stage = 0
-            phase ^= 1
+        phase ^= 1
     acc, a_before = warpgroup_mma_wait(0, [acc, a_before])
     _wait_for_earlier_kernels()
     if SPLIT == 1:
+        gl.thread_barrier()  # all have read the ring, in whose place y is put together
         finish(
             acc, y_desc, y_ptr, alpha_ptr, x_scale_ptr, bias_ptr, y_tile, m, n, row * ROWS, token * TOKENS, HAS_BIAS,
             X_BY_ROW, TMA_OUT,
@@ -262,23 +279,27 @@ def _multiply(
 @gluon.jit(do_not_specialize=["m", "n", "row_tiles", "token_tiles", "chunks", "blocks", "tiles16"])
 def matmul_many(
     x_desc, y_desc, codes_ptr, scales_ptr, y_ptr, alpha_ptr, x_scale_ptr, bias_ptr, parts_ptr, counts_ptr, m, n,
-    row_tiles, token_tiles, chunks, blocks, tiles16, ROWS: gl.constexpr, TOKENS: gl.constexpr, STAGES: gl.constexpr,
-    DEPTH: gl.constexpr, SPLIT: gl.constexpr, GROUP: gl.constexpr, NATURAL: gl.constexpr, EVEN: gl.constexpr,
-    HAS_BIAS: gl.constexpr, X_BY_ROW: gl.constexpr, TMA_OUT: gl.constexpr, LANES: gl.constexpr, CODES: gl.constexpr,
-    SCALES: gl.constexpr, PAIRS: gl.constexpr, ASM: gl.constexpr, CONSTRAINTS: gl.constexpr, num_warps: gl.constexpr,
+    row_tiles, token_tiles, chunks, blocks, tiles16, ROWS: gl.constexpr, TOKENS: gl.constexpr, SPLIT: gl.constexpr,
+    GROUP: gl.constexpr, NATURAL: gl.constexpr, EVEN: gl.constexpr, HAS_BIAS: gl.constexpr, X_BY_ROW: gl.constexpr,
+    TMA_OUT: gl.constexpr, LANES: gl.constexpr, CODES: gl.constexpr, SCALES: gl.constexpr, PAIRS: gl.constexpr,
+    ASM: gl.constexpr, CONSTRAINTS: gl.constexpr, WAIT: gl.constexpr, LEAVE: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """row_tiles * token_tiles * SPLIT programs of num_warps warps and one more.
 
-    chunks: of 256 values of K; blocks, tiles16: of 64 values and of 16 rows that codes has. STAGES * DEPTH is 4 or 8.
+    chunks: of 256 values of K; blocks, tiles16: of 64 values and of 16 rows that codes has.
     EVEN: blocks is a multiple of 4. LANES: of the scales, 32 (NVFP4) or 16 (MXFP4).
     """
-    x_tiles = gl.allocate_shared_memory(x_desc.dtype, [STAGES, TOKENS, 64 * DEPTH], x_desc.layout)
-    y_tile = gl.allocate_shared_memory(x_desc.dtype, [TOKENS, ROWS], y_desc.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=1)
+    # One allocation, so that it begins at 0: the ring, what weights change lanes through, and the ring's barriers,
+    # "full" and then "empty".
+    BARRIERS: gl.constexpr = barriers_at(ROWS, TOKENS, NATURAL)
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    shared = gl.allocate_shared_memory(gl.int8, [BARRIERS // 1024 + 1, 1024], FLAT)
+    x_tiles = shared._reinterpret(x_desc.dtype, [4, TOKENS, 64], x_desc.layout)
+    y_tile = shared._reinterpret(x_desc.dtype, [TOKENS, ROWS], y_desc.layout)
+    barriers = shared.index(BARRIERS // 1024)._reinterpret(gl.int64, [8, 1], mbarrier.MBarrierLayout())
+    for j in gl.static_range(4):
+        mbarrier.init(barriers.index(j), count=1)
+        mbarrier.init(barriers.index(4 + j), count=num_warps)
     fence_async_shared()
     gl.thread_barrier()
     gl.inline_asm_elementwise(
@@ -290,15 +311,15 @@ def matmul_many(
                 _multiply,
                 (
                     y_desc, codes_ptr, scales_ptr, y_ptr, alpha_ptr, x_scale_ptr, bias_ptr, parts_ptr, counts_ptr,
-                    x_tiles, y_tile, full, empty, m, n, row_tiles, token_tiles, chunks, blocks, tiles16, ROWS, TOKENS,
-                    STAGES, DEPTH, SPLIT, GROUP, NATURAL, EVEN, HAS_BIAS, X_BY_ROW, TMA_OUT, LANES, CODES, SCALES,
-                    PAIRS, ASM, CONSTRAINTS,
+                    x_tiles, y_tile, m, n, row_tiles, token_tiles, chunks, blocks, tiles16, ROWS, TOKENS, SPLIT, GROUP,
+                    NATURAL, EVEN, HAS_BIAS, X_BY_ROW, TMA_OUT, LANES, CODES, SCALES, PAIRS, ASM, CONSTRAINTS,
+                    WAIT, LEAVE,
                 ),
             ),
             (
                 _copy_x,
                 (
-                    x_desc, x_tiles, full, empty, row_tiles, token_tiles, chunks, TOKENS, STAGES, DEPTH, SPLIT, GROUP
+                    x_desc, x_tiles, barriers, row_tiles, token_tiles, chunks, TOKENS, SPLIT, GROUP
                 ),
             ),
         ],
