@@ -79,7 +79,9 @@ def many_grid(m: int, n: int, k: int, count: int) -> list[gpu_matmul_many.Cut]:
 def has_room(cut: gpu_matmul_many.Cut, m: int, n: int, count: int) -> bool:
     """Whether the programs of a split product fit on the GPU, and their sums and counts in the workspace."""
     tiles = -(-n // cut.rows) * -(-m // cut.tokens)
-    fits = tiles * cut.split <= cut.programs * count and tiles * cut.split * cut.rows * cut.tokens <= 2 * count * 128 * 128
+    fits = (
+        tiles * cut.split <= cut.programs * count and tiles * cut.split * cut.rows * cut.tokens <= 2 * count * 128 * 128
+    )
     return cut.split == 1 or (fits and tiles <= 2 * count)
 
 

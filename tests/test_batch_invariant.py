@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch import Tensor
@@ -11,7 +13,7 @@ from comparing import assert_same_bits
 from fused_cases import Gpu, K, every_kind, same, tied, x_of
 from quarterturn import MXFP4, NVFP4, hadamard, matrix, random_hadamard
 from quarterturn.backends import Problem, any_torch, cpu_native, gpu_launch, gpu_product, gpu_triton, select
-from quarterturn.backends.gpu_matmul_many import cut
+from quarterturn.backends.gpu_matmul_many import invariant_cut
 from quarterturn.errors import BackendRefusal, Refusal
 from quarterturn.formats import FORMATS
 from quarterturn.linear import FP4Linear
@@ -141,13 +143,15 @@ def test_only_backends_that_can_are_chosen() -> None:
     assert "needs a GPU of capability 8.x, 9.0 or 12.x" in str(caught.value)
 
 
-@pytest.mark.parametrize(("n", "k"), [(1024, 4096), (28672, 4096), (4096, 14336), (1000, 2048)])
-def test_the_cut_keeps_k_whole(n: int, k: int) -> None:
-    for m in (*range(1, 400, 7), 1024, 4096, 9999):
-        found = cut(m, n, k, 132, True, splits=(1,))
-        assert found.split == 1
+@pytest.mark.parametrize(("k", "parts"), [(64, 1), (1000, 2), (2048, 4), (4096, 4), (8192, 4), (14336, 8), (28672, 8)])
+def test_the_parts_of_k_are_the_same_for_every_number_of_rows_and_outputs(k: int, parts: int) -> None:
+    for m, n in itertools.product((*range(1, 400, 7), 1024, 4096, 9999), (16, 1024, 4096, 28672)):
+        found = invariant_cut(m, n, k, 132)
+        assert found.split * found.inside == parts
+        assert min(found.split, found.inside) == 1, "parts of parts would be added in another order"
         assert not found.natural
-    assert n > 9000 or cut(1, n, k, 132, True).split > 1, "the cut for speed splits it"
+        programs = -(-n // found.rows) * -(-m // found.tokens) * found.split
+        assert found.split == 1 or programs <= 132 * found.programs
 
 
 @pytest.mark.parametrize("activations", ["fp4", "bf16"])
@@ -169,7 +173,9 @@ def test_one_kernel_with_one_way_to_add(gpu: Gpu, activations: str, monkeypatch:
         assert_same_bits(layer(x), y)  # stand-ins add in float64
         layer.batch_invariant = True
     assert gpu.products == ["many", "few"] * 2 + ["many", "many"] * 2
-    assert all(one.split == 1 and not one.natural for one in (*cuts[:3], cuts[4]))
+    assert all(
+        one == invariant_cut(m, 130, K, 132) for m, one in zip((1, 16, 17, 300), (*cuts[:3], cuts[4]), strict=True)
+    )
 
 
 @pytest.mark.parametrize("scales", ["one", "rows"])

@@ -132,7 +132,9 @@ def built(how: Cut, dtype: torch.dtype = BF16, fmt: FP4Format = NVFP4, plain: bo
         "counts_ptr": "*i32",
         **dict.fromkeys(("m", "n", "row_tiles", "token_tiles", "chunks", "blocks", "tiles16"), "i32"),
     }  # fmt: skip
-    return compile_kernel(matmul_many.matmul_many, signature, config.constants(), 90, num_warps=how.num_warps, **config.options())
+    return compile_kernel(
+        matmul_many.matmul_many, signature, config.constants(), 90, num_warps=how.num_warps, **config.options()
+    )
 
 
 def main_loop(code: Compiled) -> list[Instruction]:
@@ -147,6 +149,8 @@ def shape(tokens: int, split: int, natural: bool = False) -> Cut:
 COMPILED = {
     "32 tokens": SimpleNamespace(how=shape(32, 8)),
     "32 tokens, 256 rows": SimpleNamespace(how=Cut(256, 32, 1, False, 1)),
+    "32 tokens, parts inside": SimpleNamespace(how=shape(32, 1)._replace(inside=4)),
+    "128 tokens, parts inside": SimpleNamespace(how=shape(128, 1)._replace(inside=4)),
     "64 tokens": SimpleNamespace(how=shape(64, 1)),
     "64 tokens, split": SimpleNamespace(how=shape(64, 8)),
     "128 tokens": SimpleNamespace(how=shape(128, 1)),

@@ -22,13 +22,14 @@ from .gpu_launch import _Described, capability, multiprocessors
 
 class Cut(NamedTuple):
     """rows and tokens of a tile; programs that share a tile, each a part of K; whether weights meet x in its natural
-    order; programs a multiprocessor."""
+    order; programs a multiprocessor; parts that a program adds up by itself."""
 
     rows: int
     tokens: int
     split: int
     natural: bool
     programs: int
+    inside: int = 1
 
     @property
     def num_warps(self) -> int:
@@ -40,22 +41,51 @@ _SPLITS = (1, 2, 3, 4, 5, 6, 8)
 
 
 @lru_cache(maxsize=4096)
-def cut(m: int, n: int, k: int, multiprocessors: int, ordered: bool, splits: tuple[int, ...] = _SPLITS) -> Cut:
-    """The fastest by an estimate from times measured on an H200. ordered: x comes in the order of fragments. splits:
-    those to choose from; (1,) where a row's bits are to be the same for every m."""
+def cut(m: int, n: int, k: int, multiprocessors: int, ordered: bool) -> Cut:
+    """The fastest by an estimate from times measured on an H200. ordered: x comes in the order of fragments."""
     options = []
-    for tile in _TILES[min(tokens for tokens in _TILES if tokens >= min(m, 256))]:
-        count, room = -(-n // tile.rows) * -(-m // tile.tokens), tile.programs * multiprocessors
-        for split in splits:
-            chunks = ceil(ceil(k / 256) / split)
-            if split == 1 or (count * split <= room and chunks >= 2):
-                waves, alone = -(-count * split // room), count * split <= multiprocessors
-                adding = 0.0 if split == 1 else tile.adding_us + tile.part_us * split
-                one = 4 * chunks * (tile.alone_us if alone else tile.block_us) + tile.start_us
-                options.append((waves * one + adding, split, tile))
+    for tile in _tiles(m):
+        count = -(-n // tile.rows) * -(-m // tile.tokens)
+        for split in _SPLITS:
+            if split == 1 or (count * split <= tile.programs * multiprocessors and k > 256 * split):
+                options.append((_estimated_us(tile, count, split, k, multiprocessors), split, tile))
     _, split, tile = min(options)
     # Weights that meet x in its natural order cost 1 to 4% at 256 tokens a tile, less than ordering x; with fewer more.
     return Cut(tile.rows, tile.tokens, split, not ordered and tile.tokens == 256, tile.programs)
+
+
+@lru_cache(maxsize=4096)
+def invariant_cut(m: int, n: int, k: int, multiprocessors: int) -> Cut:
+    """One whose sums are the same for every m and n: parts of K by k alone, which programs add up, or each by itself
+    where there are too many for all to run at once. For x in the order of fragments."""
+    parts, options = _parts(k), []
+    for tile in _tiles(m):
+        count = -(-n // tile.rows) * -(-m // tile.tokens)
+        if parts == 1 or count * parts <= tile.programs * multiprocessors:
+            made = Cut(tile.rows, tile.tokens, parts, False, tile.programs)
+            options.append((_estimated_us(tile, count, parts, k, multiprocessors), made))
+        elif tile.rows * tile.tokens <= 128 * 128:  # twice the sums have to find room in registers
+            tile = tile if tile.tokens <= 32 else tile._replace(programs=1, block_us=tile.alone_us)
+            made = Cut(tile.rows, tile.tokens, 1, False, tile.programs, parts)
+            options.append((_estimated_us(tile, count, 1, k, multiprocessors), made))
+    return min(options)[1]
+
+
+def _parts(k: int) -> int:
+    chunks = -(-k // 256)
+    return 8 if chunks > 40 else 4 if chunks >= 8 else 2 if chunks >= 4 else 1
+
+
+def _tiles(m: int) -> tuple[_Tile, ...]:
+    return _TILES[min(tokens for tokens in _TILES if tokens >= min(m, 256))]
+
+
+def _estimated_us(tile: _Tile, count: int, split: int, k: int, multiprocessors: int) -> float:
+    """Microseconds of `count` tiles by `split` programs each."""
+    waves, alone = -(-count * split // (tile.programs * multiprocessors)), count * split <= multiprocessors
+    adding = 0.0 if split == 1 else tile.adding_us + tile.part_us * split
+    blocks = 4 * ceil(ceil(k / 256) / split)
+    return waves * (blocks * (tile.alone_us if alone else tile.block_us) + tile.start_us) + adding
 
 
 class _Tile(NamedTuple):
@@ -119,6 +149,7 @@ def many(
     if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:
         x = x.clone(memory_format=torch.contiguous_format)
     how = chosen or cut(m, n, k, multiprocessors(x.device), ordered)
+    assert how.inside <= weight.scales.shape[1], "a part of K without a chunk"
     if not ordered and not how.natural:
         x = order(x)
     tiles16, blocks = weight.codes.shape[:2]
@@ -152,11 +183,11 @@ class Config(NamedTuple):
         from ..kernels import matmul_many as kernels
         from ..kernels import ring_ptx
 
-        rows, tokens, split, natural, _ = self.cut
+        rows, tokens, split, natural, _, inside = self.cut
         warps = self.cut.num_warps
         asm, constraints = kernels.decode_asm(self.format, self.dtype == torch.float16, natural)
         return {
-            "ROWS": rows, "TOKENS": tokens, "SPLIT": split, "GROUP": _GROUP, "NATURAL": natural, "EVEN": self.even, "HAS_BIAS": self.bias, "X_BY_ROW": self.by_row,
+            "ROWS": rows, "TOKENS": tokens, "SPLIT": split, "INSIDE": inside, "GROUP": _GROUP, "NATURAL": natural, "EVEN": self.even, "HAS_BIAS": self.bias, "X_BY_ROW": self.by_row,
             "TMA_OUT": self.by_tma, "LANES": 16 if self.format == MXFP4 else 32,
             "CODES": kernels.fragment_layout(rows, 4, warps), "SCALES": kernels.fragment_layout(rows, 2, warps),
             "PAIRS": kernels.pair_layout(rows, warps), "ASM": asm, "CONSTRAINTS": constraints, "num_warps": warps,

@@ -14,13 +14,14 @@ Batch-invariant products take one way for every number of rows, so that a row's 
 
 | on              | runs                                                                                       |
 |---|---|
-| Hopper          | many with x in order, over all of K in one program. Its token tiles still follow the rows: |
-|                 | each adds K in steps of 16 by wgmma, m64nNk16, into one accumulator, whatever N is         |
+| Hopper          | many with x in order and K in parts that follow from K alone, which programs add up where  |
+|                 | all run at once, and a program by itself where there are too many: the same sums. Its tiles |
+|                 | still follow the rows: each adds K by wgmma, m64nNk16, into one accumulator, whatever N is |
 | 8.x, 12.x       | few, by 16 rows of x, with the cut for 16: what decides how sums are added (the warps, the |
 |                 | parts and the chunks of K) follows from K alone                                            |
 
 Neither depends on N, so siblings in one product have the bits that each has alone. That wgmma adds alike for every N is
-no promise of the hardware: tests/test_batch_invariant.py compares the bits on a GPU.
+no promise of the hardware: tests/test_batch_invariant_device.py compares the bits on a GPU.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from ..tensor import FP4Tensor, per_output
 from ..weight_layout import Fragments
 from . import any_torch, capturing, gpu_launch, gpu_pieces
 from .gpu_matmul import MOST_TOKENS, cut_of, few
-from .gpu_matmul_many import Workspace, by_library, cut, many, workspace
+from .gpu_matmul_many import Workspace, by_library, invariant_cut, many, workspace
 from .gpu_tuned import few_cut, many_cut
 from .protocol import Problem, Weight
 
@@ -132,7 +133,7 @@ def matmul(
         if out_dtype == x.dtype and _hopper(x):
             chosen = many_cut(x.device, m, n, k)
             if invariant:
-                chosen = cut(m, n, k, gpu_launch.multiprocessors(x.device), ordered=True, splits=(1,))
+                chosen = invariant_cut(m, n, k, gpu_launch.multiprocessors(x.device))
             elif chosen is not None:
                 chosen = chosen._replace(natural=chosen.natural and not ordered)
             return many(x, fragments, alpha, scale, bias, _space(x.device), out, ordered, chosen)

@@ -9,6 +9,8 @@ A program makes a tile of y^T, ROWS of w by TOKENS of x, over all of K or one of
 With SPLIT > 1 the partial sums go to memory; each program of a tile waits until all have left theirs and adds its share
 of the tile in the order of K, so that the same input gives the same bits, run after run. So all programs have to be on
 the GPU at once: no more of them than fit, launched cooperatively, which makes sure of it whatever else the GPU does.
+With INSIDE > 1 a program makes so many parts one after the other, each with sums of its own, and adds them in that order
+too: the bits of SPLIT = INSIDE.
 
 The order of K inside a block of 64 is that of weight_layout.py: x comes in it ("ordered", kernels/order_tokens.py), or
 NATURAL and the decoded weights change lanes to meet it, through shared memory of their warp (ring_ptx.py).
@@ -207,9 +209,9 @@ def _places(words, base):
 def _multiply(
     y_desc, codes_ptr, scales_ptr, y_ptr, alpha_ptr, x_scale_ptr, bias_ptr, parts_ptr, counts_ptr, x_tiles, y_tile,
     m, n, row_tiles, token_tiles, chunks, blocks, tiles16, ROWS: gl.constexpr, TOKENS: gl.constexpr,
-    SPLIT: gl.constexpr, GROUP: gl.constexpr, NATURAL: gl.constexpr, EVEN: gl.constexpr, HAS_BIAS: gl.constexpr,
-    X_BY_ROW: gl.constexpr, TMA_OUT: gl.constexpr, LANES: gl.constexpr, CODES: gl.constexpr, SCALES: gl.constexpr,
-    PAIRS: gl.constexpr, ASM: gl.constexpr, CONSTRAINTS: gl.constexpr, WAIT: gl.constexpr, LEAVE: gl.constexpr,
+    SPLIT: gl.constexpr, INSIDE: gl.constexpr, GROUP: gl.constexpr, NATURAL: gl.constexpr, EVEN: gl.constexpr,
+    HAS_BIAS: gl.constexpr, X_BY_ROW: gl.constexpr, TMA_OUT: gl.constexpr, LANES: gl.constexpr, CODES: gl.constexpr,
+    SCALES: gl.constexpr, PAIRS: gl.constexpr, ASM: gl.constexpr, CONSTRAINTS: gl.constexpr, WAIT: gl.constexpr, LEAVE: gl.constexpr,
 ):  # fmt: skip
     """The warps that decode and multiply."""
     dtype: gl.constexpr = x_tiles.dtype
@@ -234,31 +236,40 @@ def _multiply(
     a = _decode(c0, s01, to, back, dtype, ROWS, OPERAND, PAIRS, NATURAL, ASM, CONSTRAINTS)
     a_before = a
     acc = gl.zeros([ROWS, TOKENS], gl.float32, ACC)
+    total = gl.full([ROWS, TOKENS], -0.0, gl.float32, ACC)  # to which any number is added exactly
     phase = 0
-    for chunk in range(first, end):
-        n0, n1, n2, n3, t01, t23 = _load(codes, scales, gl.minimum(chunk + 1, end - 1), blocks, LANES, EVEN)
-        for j in gl.static_range(4):
-            _run([FULL + 8 * j, phase], WAIT)
-            use_acc = (chunk > first) | (j > 0)
-            acc = warpgroup_mma(a, x_tiles.index(j).permute((1, 0)), acc, use_acc=use_acc, is_async=True)
-            # The block before is done: its registers and its place in the ring are free.
-            acc, a_before = warpgroup_mma_wait(1, [acc, a_before])
-            _run([EMPTY + 8 * ((j + 3) % 4), use_acc.to(gl.int32)], LEAVE)
-            a_before = a
-            if j == 0:
-                a = _decode(c1, s01 >> 16, to, back, dtype, ROWS, OPERAND, PAIRS, NATURAL, ASM, CONSTRAINTS)
-            elif j == 1:
-                a = _decode(c2, s23, to, back, dtype, ROWS, OPERAND, PAIRS, NATURAL, ASM, CONSTRAINTS)
-            elif j == 2:
-                a = _decode(c3, s23 >> 16, to, back, dtype, ROWS, OPERAND, PAIRS, NATURAL, ASM, CONSTRAINTS)
-            else:
-                a = _decode(n0, t01, to, back, dtype, ROWS, OPERAND, PAIRS, NATURAL, ASM, CONSTRAINTS)
-        c1 = n1
-        c2 = n2
-        c3 = n3
-        s01 = t01
-        s23 = t23
-        phase ^= 1
+    for inside in range(INSIDE):
+        begin = (part * INSIDE + inside) * chunks // (SPLIT * INSIDE)
+        stop = (part * INSIDE + inside + 1) * chunks // (SPLIT * INSIDE)
+        for chunk in range(begin, stop):
+            n0, n1, n2, n3, t01, t23 = _load(codes, scales, gl.minimum(chunk + 1, end - 1), blocks, LANES, EVEN)
+            for j in gl.static_range(4):
+                _run([FULL + 8 * j, phase], WAIT)
+                use_acc = (chunk > begin) | (j > 0)
+                acc = warpgroup_mma(a, x_tiles.index(j).permute((1, 0)), acc, use_acc=use_acc, is_async=True)
+                # The block before is done: its registers and its place in the ring are free.
+                acc, a_before = warpgroup_mma_wait(1, [acc, a_before])
+                _run([EMPTY + 8 * ((j + 3) % 4), ((chunk > first) | (j > 0)).to(gl.int32)], LEAVE)
+                a_before = a
+                if j == 0:
+                    a = _decode(c1, s01 >> 16, to, back, dtype, ROWS, OPERAND, PAIRS, NATURAL, ASM, CONSTRAINTS)
+                elif j == 1:
+                    a = _decode(c2, s23, to, back, dtype, ROWS, OPERAND, PAIRS, NATURAL, ASM, CONSTRAINTS)
+                elif j == 2:
+                    a = _decode(c3, s23 >> 16, to, back, dtype, ROWS, OPERAND, PAIRS, NATURAL, ASM, CONSTRAINTS)
+                else:
+                    a = _decode(n0, t01, to, back, dtype, ROWS, OPERAND, PAIRS, NATURAL, ASM, CONSTRAINTS)
+            c1 = n1
+            c2 = n2
+            c3 = n3
+            s01 = t01
+            s23 = t23
+            phase ^= 1
+        if INSIDE > 1:
+            acc, a_before = warpgroup_mma_wait(0, [acc, a_before])
+            total += acc
+    if INSIDE > 1:
+        acc = total
     acc, a_before = warpgroup_mma_wait(0, [acc, a_before])
     _wait_for_earlier_kernels()
     if SPLIT == 1:
@@ -280,9 +291,10 @@ def _multiply(
 def matmul_many(
     x_desc, y_desc, codes_ptr, scales_ptr, y_ptr, alpha_ptr, x_scale_ptr, bias_ptr, parts_ptr, counts_ptr, m, n,
     row_tiles, token_tiles, chunks, blocks, tiles16, ROWS: gl.constexpr, TOKENS: gl.constexpr, SPLIT: gl.constexpr,
-    GROUP: gl.constexpr, NATURAL: gl.constexpr, EVEN: gl.constexpr, HAS_BIAS: gl.constexpr, X_BY_ROW: gl.constexpr,
-    TMA_OUT: gl.constexpr, LANES: gl.constexpr, CODES: gl.constexpr, SCALES: gl.constexpr, PAIRS: gl.constexpr,
-    ASM: gl.constexpr, CONSTRAINTS: gl.constexpr, WAIT: gl.constexpr, LEAVE: gl.constexpr, num_warps: gl.constexpr,
+    INSIDE: gl.constexpr, GROUP: gl.constexpr, NATURAL: gl.constexpr, EVEN: gl.constexpr, HAS_BIAS: gl.constexpr,
+    X_BY_ROW: gl.constexpr, TMA_OUT: gl.constexpr, LANES: gl.constexpr, CODES: gl.constexpr, SCALES: gl.constexpr,
+    PAIRS: gl.constexpr, ASM: gl.constexpr, CONSTRAINTS: gl.constexpr, WAIT: gl.constexpr, LEAVE: gl.constexpr,
+    num_warps: gl.constexpr,
 ):  # fmt: skip
     """row_tiles * token_tiles * SPLIT programs of num_warps warps and one more.
 
@@ -311,8 +323,8 @@ def matmul_many(
                 _multiply,
                 (
                     y_desc, codes_ptr, scales_ptr, y_ptr, alpha_ptr, x_scale_ptr, bias_ptr, parts_ptr, counts_ptr,
-                    x_tiles, y_tile, m, n, row_tiles, token_tiles, chunks, blocks, tiles16, ROWS, TOKENS, SPLIT, GROUP,
-                    NATURAL, EVEN, HAS_BIAS, X_BY_ROW, TMA_OUT, LANES, CODES, SCALES, PAIRS, ASM, CONSTRAINTS,
+                    x_tiles, y_tile, m, n, row_tiles, token_tiles, chunks, blocks, tiles16, ROWS, TOKENS, SPLIT, INSIDE,
+                    GROUP, NATURAL, EVEN, HAS_BIAS, X_BY_ROW, TMA_OUT, LANES, CODES, SCALES, PAIRS, ASM, CONSTRAINTS,
                     WAIT, LEAVE,
                 ),
             ),
