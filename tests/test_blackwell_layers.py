@@ -23,7 +23,7 @@ from quarterturn import NVFP4, FP4Linear, random_hadamard, reference
 from quarterturn.backends import BackendRefusal, blackwell_launch, blackwell_triton, compose
 from quarterturn.layouts import BLOCKED_128x4
 from test_linear import expected, integers, make, quantized
-from test_renew import reload
+from test_renewal import reload
 
 pytestmark = MARKS
 SIDES = [("none", "none"), ("random hadamard", "none"), ("its transpose", "its transpose"),
@@ -123,7 +123,7 @@ def test_new_weights_are_moved_into_their_layout_again() -> None:
 
 
 def test_weights_written_over_without_a_trace_are_moved_again() -> None:
-    """As an engine reloads them: see test_renew.py."""
+    """As an engine reloads them: see test_renewal.py."""
     layer, other = on_blackwell(make("mxfp4")), on_blackwell(make("mxfp4"))
     x = integers(5, 96).to(DEVICE)
     first, want = layer(x), other(x)

@@ -15,7 +15,7 @@ from torch import nn
 import fused_cases
 from comparing import assert_same_bits
 from fused_cases import BF16, SIZES, Attention, Gpu, K, every_kind, is_fused, layer_of, same, tied, x_of
-from quarterturn import FP4Linear, hadamard, random_hadamard, sharing
+from quarterturn import FP4Linear, hadamard, random_hadamard, sharing, weight_layout
 from quarterturn.backends import gpu_product
 from quarterturn.sharing import Place, tie
 
@@ -146,6 +146,53 @@ def test_weights_that_a_graph_reads_stay_where_they_are(gpu: Gpu, monkeypatch: p
         assert not any(layer.part for layer in together.layers())
         together.k.load_state_dict(alone.k.state_dict())
         same(together(x), alone(x))
+
+
+@pytest.mark.parametrize("count", [4, 2])
+def test_without_memory_for_it_layers_stay_apart_and_results_are_kept(
+    gpu: Gpu, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights are put together when the last sibling has taken its share, or before a call with another input."""
+    model, tries = Attention(), []
+
+    def fuse(members, plans):
+        tries.append(len(members))
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(sharing, "fuse", fuse)
+    alone = copy.deepcopy(model)
+    tie(model, FP4Linear)
+    pairs = list(zip([*model.layers(), model.o], [*alone.layers(), alone.o], strict=True))[:count]
+    with torch.no_grad():
+        for order in (pairs, pairs[::-1], pairs):
+            x = x_of(3)
+            for layer, other in order:
+                assert_same_bits(layer(x), other(x))
+    assert tries == [count], "not tried again"
+
+
+@pytest.mark.parametrize("step", ["joined", "cat", "clone"])
+def test_where_memory_ends_no_layer_is_changed(gpu: Gpu, step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_, **__):
+        steps.append(step)
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    model, steps = Attention(bias=True), []
+    alone = copy.deepcopy(model)
+    tie(model, FP4Linear)
+    with torch.no_grad():
+        x, other = x_of(3), x_of(3)
+        got = [layer(x) for layer in model.layers()]
+        plans = [layer.current_plan(BF16) for layer in model.layers()]
+        values = [layer.values for layer in model.layers()]
+        with monkeypatch.context() as memory:
+            memory.setattr({"joined": weight_layout, "cat": torch, "clone": torch.Tensor}[step], step, full)
+            got.append(model.q(other))
+        assert steps
+        want = [*(layer(x) for layer in alone.layers()), alone.q(other)]
+        same(got, want)
+    assert all(a is b.current_plan(BF16) for a, b in zip(plans, model.layers(), strict=True))
+    assert all(a is b.values for a, b in zip(values, model.layers(), strict=True))
 
 
 def test_a_tensor_of_inference_mode_is_not_shared(gpu: Gpu) -> None:

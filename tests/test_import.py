@@ -19,8 +19,8 @@ ORDER = [
     "errors", "formats", "reference", "layouts", "weight_layout", "e4m3_layout", "rounding", "tensor", "transforms",
     "settings", "texts", "machine",
     "kernels", "checks", "eager", "backends",
-    "plan", "known", "ops", "compiled", "fused", "sharing", "stored_weight", "absent_weight", "explanation", "linear",
-    "rotated_linear",
+    "plan", "renewal", "known", "ops", "compiled", "fused", "sharing", "stored_weight", "absent_weight", "explanation",
+    "linear", "rotated_linear",
     "checkpoint", "integrations", "demo_model", "quantize",
     "evaluate", "verify", "compare", "report", "bench", "cli",
 ]  # fmt: skip

@@ -20,7 +20,8 @@ from .ops import FP4_LINEAR
 def compile_options(**others: Any) -> dict[str, Any]:
     """Options for `torch.compile(model, options=...)`, with those given besides.
 
-    Call the model once before it is compiled: whether layers read the same input is seen in a call.
+    Call the model once under `torch.no_grad()` before it is compiled: whether layers read the same input is seen in a
+    call, but never in one of inference mode, whose tensors keep no version by which they would be known again.
     """
     return {"post_grad_custom_pre_pass": _as_pass(), **others}
 

@@ -127,7 +127,10 @@ class Whole(nn.Module):
     def settle(self) -> None:
         """Look whether the layers still agree in their input sides; what they agree in is then kept here."""
         there = [member for reference in self.members if (member := reference()) is not None]
-        layers = [member.made_layer() for member in there if member.part and member.part.whole is self]
+        self.settle_by([member.made_layer() for member in there if member.part and member.part.whole is self])
+
+    def settle_by(self, layers: Sequence[Layer]) -> None:
+        """The same for the layers as they are, or will be."""
         self.agree = bool(layers) and all(same_input(layers[0], layer) for layer in layers[1:])
         if not self.agree:
             return
@@ -145,7 +148,7 @@ class Whole(nn.Module):
 
 def fuse(members: Sequence[Member], plans: Sequence[LayerPlan]) -> dict[LayerPlan, LayerPlan]:
     """Make parts of one whole of layers that take the same operand, by their plans -> their old plans and the new;
-    nothing where that cannot be."""
+    nothing where that cannot be. Raises OutOfMemoryError before a member is changed."""
     pairs = sorted(zip(members, plans, strict=True), key=lambda pair: pair[1].layer.weight.n % _ROWS != 0)
     members, plans = [member for member, _ in pairs], [plan for _, plan in pairs]
     if not _can_be_joined(members, plans):
@@ -155,9 +158,8 @@ def fuse(members: Sequence[Member], plans: Sequence[LayerPlan]) -> dict[LayerPla
         whole = Whole(members, plans)
         if whole.data.is_cuda:
             torch.cuda.synchronize(whole.data.device)  # what is read on other streams is freed next
-        found = {plan: member.take(part) for member, plan, part in zip(members, plans, whole.parts(), strict=True)}
-        whole.settle()
-    return found
+        whole.settle_by([plan.layer for plan in plans])
+        return {plan: member.take(part) for member, plan, part in zip(members, plans, whole.parts(), strict=True)}
 
 
 _ROWS = weight_layout.PADDED_ROWS

@@ -93,13 +93,13 @@ def plan(x: Tensor, rest: tuple[Any, ...]) -> LayerPlan | None:
 
 def keep(x: Tensor, rest: tuple[Any, ...], backend: Backend, layer: Layer) -> None:
     """Know a layer from now on, whose arguments have been checked. Left out are backends that keep copies of weights
-    (`renew`), tensors that would be copied, and matrices of more than 64 KiB."""
+    (`renewal`), tensors that would be copied, and matrices of more than 64 KiB."""
     sign, sides = _signature(x, rest), [rest[at] for at in MATRICES if rest[at] is not None]
     copied = layer.bias is not None and layer.bias.dtype not in DTYPE
     if (
         sign is None
         or copied
-        or hasattr(backend, "renew")
+        or hasattr(backend, "renewal")
         or layer.weight.rows is not None
         or any(m.nbytes > COMPARED for m in sides)
     ):

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from . import checks
 from .backends import Backend, Layer, Operand, Selection, compose
-from .backends.kept import write_over
 from .errors import refusal
 
 
@@ -140,24 +139,6 @@ def in_place_of(old: Tensor | None, new: Tensor | None) -> Tensor | None:
     if old.is_cuda and not torch.cuda.is_current_stream_capturing():
         torch.cuda.current_stream(old.device).synchronize()
     return old
-
-
-@torch.no_grad()
-def renew(old: Any, new: Any) -> None:
-    """What an FP4Linear has derived of its tensors, written over in its place by what another's give: for an engine
-    that then writes the tensors of `new` over those of `old`. Both of one kind, with the same transforms.
-
-    No version tells of it: what captured CUDA graphs read stays where it is, and counts as what it was made from.
-    """
-    for name in ("tensor_scale", "values"):
-        write_over(getattr(old, name), getattr(new, name))
-    # The matrices of all layers are one tensor, whose memory a sleeping engine may have given up.
-    for matrix, transform in ((old.input_matrix, old.input_transform), (old.output_matrix, old.output_transform)):
-        if matrix is not None:
-            matrix.data.copy_(transform.matrix)
-    before, after = (layer._decided.plan if layer._decided else None for layer in (old, new))
-    if before is not None and after is not None and hasattr(before.backend, "renew"):
-        before.backend.renew(before.layer, after.layer)
 
 
 def _memory(t: Tensor | None) -> Any:

@@ -20,7 +20,8 @@ through numpy) is not seen to be another: tie no layers around such code, or giv
 A share ends when every sibling has taken it or one of them gets another input. Siblings that left one behind (several,
 where their weights lie together) read something else, and none is made for them again; the weights of those that took
 it are put together where they can be, unless a CUDA graph is being captured. From then on the outputs are not bit for
-bit those of layers alone, unless they are batch-invariant: a product of more rows may be cut in another way.
+bit those of layers alone, unless they are batch-invariant: a product of more rows may be cut in another way. Where the
+GPU has no memory for that, which takes as much again for a moment, they stay apart until one of them is made again.
 """
 
 from __future__ import annotations
@@ -178,7 +179,12 @@ class Siblings:
             plan = None if member is None else member.current_plan(share.leader.dtype)
             if member is not None and plan in wanted:
                 found.append((member, plan))
-        new = fuse([member for member, _ in found], [plan for _, plan in found])
+        try:
+            new = fuse([member for member, _ in found], [plan for _, plan in found])
+        except torch.OutOfMemoryError:
+            # For a moment both forms are held. The results are there: the layers go on as they are, by these plans.
+            self._settled.update(wanted)
+            return False
         if new:
             apart = {(new.get(a, a), new.get(b, b)) for a, b in self._apart}
             self.changed()

@@ -16,6 +16,8 @@ torch/nn/functional.py and _meta_registrations.py; pytorch/pytorch, aten/src/ATe
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -82,9 +84,9 @@ def product(operand: Operand, layer: Layer) -> Tensor:
     return y if layer.output_blocks is None else rotate(y, layer.output_blocks, dtype)
 
 
-def renew(old: Layer, new: Layer) -> None:
-    """See `FusedBackend.renew`."""
-    vendor.renew(old, new, NAME, _parts)
+def renewal(old: Layer, new: Layer) -> list[tuple[Any, Any]]:
+    """See `FusedBackend.renewal`."""
+    return vendor.renewal(old, new, NAME, _parts)
 
 
 def matmul(

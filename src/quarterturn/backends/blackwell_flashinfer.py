@@ -125,9 +125,9 @@ class FlashInfer:
         y = self._multiply(operand, made.parts, made.alphas, layer.weight)
         return vendor.finished(y, layer, operand.dtype)
 
-    def renew(self, old: Layer, new: Layer) -> None:
-        """See `FusedBackend.renew`."""
-        vendor.renew(old, new, self.NAME, self._parts)
+    def renewal(self, old: Layer, new: Layer) -> list[tuple[Any, Any]]:
+        """See `FusedBackend.renewal`."""
+        return vendor.renewal(old, new, self.NAME, self._parts)
 
     def matmul(
         self,
@@ -210,4 +210,4 @@ def named(kernel: str) -> Backend:
 _AUTO = FlashInfer("auto")
 _NAMED = {"auto": _AUTO}
 missing, refuses = _AUTO.missing, _AUTO.refuses
-operand, product, renew, matmul = _AUTO.operand, _AUTO.product, _AUTO.renew, _AUTO.matmul
+operand, product, renewal, matmul = _AUTO.operand, _AUTO.product, _AUTO.renewal, _AUTO.matmul

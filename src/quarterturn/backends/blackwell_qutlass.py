@@ -28,6 +28,7 @@ threadblock/epilogue_quant.h (arithmetic).
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -110,9 +111,9 @@ def product(operand: Operand, layer: Layer) -> Tensor:
     return vendor.finished(_multiply(operand, made.parts, made.alphas, layer.weight), layer, operand.dtype)
 
 
-def renew(old: Layer, new: Layer) -> None:
-    """See `FusedBackend.renew`."""
-    vendor.renew(old, new, NAME, _parts)
+def renewal(old: Layer, new: Layer) -> list[tuple[Any, Any]]:
+    """See `FusedBackend.renewal`."""
+    return vendor.renewal(old, new, NAME, _parts)
 
 
 def matmul(

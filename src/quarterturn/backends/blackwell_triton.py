@@ -17,6 +17,7 @@ order of K whatever the tile; how it rounds them, and that a NaN scale makes a N
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +28,6 @@ from . import compose, gpu_triton
 from .blackwell_launch import ScaledWeight, multiply, scaled_weight
 from .gpu_launch import capability as capability_of
 from .gpu_pieces import is_capturing
-from .kept import write_over
 from .protocol import Layer, Operand, Problem, Together, Weight
 from .vendor import own_or_any
 
@@ -118,10 +118,10 @@ def together(layers: Sequence[Layer]) -> Together | None:
     return None
 
 
-def renew(old: Layer, new: Layer) -> None:
-    """See `FusedBackend.renew`."""
-    if (kept := old.kept.get(NAME)) is not None:
-        write_over(kept, scaled_weight(new.weight, new.bias))
+def renewal(old: Layer, new: Layer) -> list[tuple[Any, Any]]:
+    """See `FusedBackend.renewal`."""
+    kept = old.kept.get(NAME)
+    return [] if kept is None else [(kept, scaled_weight(new.weight, new.bias))]
 
 
 def _fits(layer: Layer) -> bool:

@@ -44,17 +44,47 @@ class Kept:
         return made
 
 
+def misfits(old: Any, new: Any, name: str = "it") -> list[tuple[str, str]]:
+    """Why one record cannot be written over by another, as (needed, found), each of them with the place in the record:
+    tensors of another dtype or shape, a tensor on one side alone, other values beside the tensors; [] where it can."""
+    inner: list[tuple[str, Any, Any]] = []
+    if type(old) is type(new) and isinstance(old, tuple) and len(old) == len(new):
+        inner = [(f"{name}[{i}]", mine, other) for i, (mine, other) in enumerate(zip(old, new, strict=True))]
+    elif type(old) is type(new) and is_dataclass(old):
+        inner = [(f"{name}.{e.name}", getattr(old, e.name), getattr(new, e.name)) for e in fields(old)]
+    elif (needed := _form(old)) != (found := _form(new)):
+        return [(f"{name}: {needed}", found)]
+    return [pair for part, mine, other in inner for pair in misfits(mine, other, part)]
+
+
+def _form(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
+    if isinstance(value, tuple):
+        return f"{len(value)} parts"
+    return type(value).__name__ if is_dataclass(value) else "none" if value is None else repr(value)
+
+
 def write_over(old: Any, new: Any) -> None:
     """The tensors in a record or tuple, and in those within, written over by those of another of its kind: in place,
-    and without a trace in their versions, so that what was made for a captured CUDA graph is read with new values."""
+    and without a trace in their versions, so that what was made for a captured CUDA graph is read with new values.
+
+    Raises ValueError, before anything is written, where the two do not fit.
+    """
+    if pairs := misfits(old, new):
+        raise ValueError(f"needs {pairs[0][0]}; found {pairs[0][1]}")
+    _write(old, new)
+
+
+def _write(old: Any, new: Any) -> None:
     if isinstance(old, Tensor):
         old.data.copy_(new)
     elif isinstance(old, tuple):
         for mine, other in zip(old, new, strict=True):
-            write_over(mine, other)
+            _write(mine, other)
     elif is_dataclass(old):
         for entry in fields(old):
-            write_over(getattr(old, entry.name), getattr(new, entry.name))
+            _write(getattr(old, entry.name), getattr(new, entry.name))
 
 
 def contents(tensor: Tensor) -> bytes:

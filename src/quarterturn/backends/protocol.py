@@ -185,7 +185,7 @@ class FusedBackend(Backend, Protocol):
         product, each in memory of its own; or None, for an x with so many rows that a call for each is as good.
         """
 
-    def renew(self, old: Layer, new: Layer) -> None:
-        """Write what was made of `old`'s weight for calls to come over, in its memory, by what `new`'s gives: the two
-        are of one kind, and the tensors of `old` are about to be written over by those of `new`. Left out where
-        nothing is kept but the layer's own tensors."""
+    def renewal(self, old: Layer, new: Layer) -> list[tuple[Any, Any]]:
+        """What was made of `old`'s weight for calls to come, each with what `new`'s gives in its place: records for
+        kept.write_over, since the tensors of `old` are about to be written over by those of `new`. Writes nothing.
+        Left out where nothing is kept but the layer's own tensors."""

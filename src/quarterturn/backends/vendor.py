@@ -26,7 +26,7 @@ from ..tensor import FP4Tensor
 from . import gpu_triton as own
 from .gpu_launch import capability as capability_of
 from .gpu_pieces import is_capturing
-from .kept import Kept, write_over
+from .kept import Kept
 from .protocol import Blocks, Layer, Operand, Problem, Quantizer, Together, Weight
 
 FORM = "128x4"
@@ -211,17 +211,15 @@ def prepared(layer: Layer, name: str, make: Callable[[Weight], tuple[Part, ...]]
     return kept
 
 
-def renew(old: Layer, new: Layer, name: str, make: Callable[[Weight], tuple[Part, ...]]) -> None:
-    """What was made of the weight of `old` under a backend's name, made of `new`'s in the same memory."""
+def renewal(old: Layer, new: Layer, name: str, make: Callable[[Weight], tuple[Part, ...]]) -> list[tuple[Any, Any]]:
+    """What was made of the weight of `old` under a backend's name, each with what `new`'s gives."""
     kept: Prepared | None = old.kept.get(name)
     beside = _KEPT.of(old.weight.data).get(name)
     if kept is None and beside is None:
-        return
+        return []
     fresh = prepared(new, name, make)
-    if beside is not None:
-        write_over(beside[1], fresh.parts)
-    if kept is not None:
-        write_over(kept, fresh)
+    pairs: list[tuple[Any, Any]] = [] if beside is None else [(beside[1], fresh.parts)]
+    return pairs if kept is None else [*pairs, (kept, fresh)]
 
 
 def _kept_parts(weight: Weight, name: str, make: Callable[[Weight], tuple[Part, ...]]) -> tuple[Part, ...]:

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from ...checkpoint import LayerSpec
-from ...errors import CheckpointRefusal, refusal
+from ...errors import CheckpointRefusal, Refusal, refusal
 from ...linear import FP4Linear
-from ...plan import renew
+from ...renewal import Renewal
 from ...tensor import FP4Tensor
 
 
@@ -50,19 +50,22 @@ def fp4_part(
 
 def kept(known: Sequence[FP4Linear] | None, fresh: list[FP4Linear], codes: Tensor, name: str) -> list[FP4Linear]:
     """The FP4Linears to run from now on: the fresh ones, or when vLLM reloads, the known ones with what is derived from
-    the fresh weights. codes: the parameter as it is now. Raises CheckpointRefusal where they do not fit each other."""
+    the fresh weights. codes: the parameter as it is now. Raises CheckpointRefusal where they do not fit each other; the
+    known ones are then what they were."""
     if known is None or known[0].codes.data_ptr() == codes.data_ptr():
         return fresh
     before, now = [part.output_sizes for part in known], [part.output_sizes for part in fresh]
     if before != now:
-        raise refusal(
-            "vllm",
-            "the weights that are reloaded need another division of this layer.",
-            layer=name,
-            needs=[(f"input scales that divide it into {before}", str(now))],
-            do="start the engine anew",
-            kind=CheckpointRefusal,
-        )
-    for old, new in zip(known, fresh, strict=True):
-        renew(old, new)
+        needs = [(f"input scales that divide it into {before}", str(now))]
+        raise _refused("the weights that are reloaded need another division of this layer.", name, needs)
+    renewals = [Renewal(old, new) for old, new in zip(known, fresh, strict=True)]
+    if needs := [pair for renewal in renewals for pair in renewal.misfits]:
+        raise _refused("the weights that are reloaded are kept in another form than those before.", name, needs)
+    for renewal in renewals:
+        renewal.write()
     return list(known)
+
+
+def _refused(headline: str, name: str, needs: list[tuple[str, str]]) -> Refusal:
+    do = "start the engine anew with this checkpoint"
+    return refusal("vllm", headline, layer=name, needs=needs, do=do, kind=CheckpointRefusal)

@@ -1,21 +1,24 @@
-"""New weights written over a layer's own memory, by an engine that leaves no trace of it: `plan.renew`.
+"""New weights written over a layer's own memory, by an engine that leaves no trace of it: renewal.py.
 
 What a layer has derived must be the new weights' by then, in the place it had: there captured CUDA graphs read.
 """
 
 from __future__ import annotations
 
+import re
+from typing import Any, NamedTuple
+
 import pytest
 import torch
 
 from comparing import assert_same_bits
 from quarterturn import FP4Linear, hadamard, random_hadamard
+from quarterturn.backends import vendor
 from quarterturn.backends.kept import write_over
-from quarterturn.plan import renew
+from quarterturn.backends.vendor import Prepared
+from quarterturn.renewal import HELD, Renewal
 from test_linear import make
 from vendor_door import every_case, layer_of, opened
-
-OWN = ("codes", "block_scale", "encode_scale", "input_encode_scale", "bias")
 
 
 def changed(layer: FP4Linear, scales: bool) -> FP4Linear:
@@ -25,7 +28,7 @@ def changed(layer: FP4Linear, scales: bool) -> FP4Linear:
         layer.codes.bitwise_xor_(0x88)
         scale_bytes = layer.block_scale.view(torch.uint8)
         scale_bytes.copy_(scale_bytes.roll(1, 0))
-        for name in OWN[2 if scales else 4 :]:
+        for name in HELD[2 if scales else 4 :]:
             if (tensor := getattr(layer, name)) is not None:
                 tensor.mul_(1.5)
     return layer.refresh()
@@ -33,8 +36,8 @@ def changed(layer: FP4Linear, scales: bool) -> FP4Linear:
 
 def reload(layer: FP4Linear, fresh: FP4Linear) -> None:
     """As vLLM does it: what is derived, then the tensors that were loaded."""
-    renew(layer, fresh)
-    for name in OWN:
+    Renewal(layer, fresh).write()
+    for name in HELD:
         if (tensor := getattr(layer, name)) is not None:
             tensor.data.copy_(getattr(fresh, name).data)
 
@@ -93,14 +96,71 @@ def test_a_matrix_whose_memory_was_given_up() -> None:
     version = layer.input_matrix._version
     layer.input_matrix.data.fill_(33.0)
     assert not torch.equal(layer(x), want)
-    renew(layer, layer)
+    Renewal(layer, layer).write()
     assert_same_bits(layer(x), want, "y")
     assert layer.input_matrix._version == version, "what was made of it for a CUDA graph would be made anew elsewhere"
 
 
-def test_records_of_different_kinds_are_not_written_over() -> None:
-    with pytest.raises(ValueError, match="zip"):
-        write_over((torch.ones(1),), (torch.ones(1), torch.ones(1)))
+class Record(NamedTuple):
+    tensor: torch.Tensor | None
+    outputs: int = 8
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "told"),
+    [
+        (torch.ones(2), None, "it[1]: float32 (2,); found none"),
+        (None, torch.ones(2), "it[1]: none; found float32 (2,)"),
+        (torch.ones(2), torch.ones(2).bfloat16(), "it[1]: float32 (2,); found bfloat16 (2,)"),
+        (torch.ones(2), torch.ones(1), "it[1]: float32 (2,); found float32 (1,)"),
+        ((torch.ones(2),), (torch.ones(2), torch.ones(2)), "it[1]: 1 parts; found 2 parts"),
+        (Record(torch.ones(2)), Record(torch.ones(2), 7), "it[1][1]: 8; found 7"),
+        (Prepared((), (torch.ones(2),)), Prepared((), (None,)), "it[1].alphas[0]: float32 (2,); found none"),  # type: ignore[arg-type]
+        (Prepared((), ()), None, "it[1]: Prepared; found none"),
+    ],
+)
+def test_of_a_record_of_another_form_nothing_is_written(old: Any, new: Any, told: str) -> None:
+    first = torch.zeros(3)
+    with pytest.raises(ValueError, match=re.escape(f"needs {told}")):
+        write_over((first, old), (torch.ones(3), new))
+    assert not first.any()
+
+
+def test_a_record_within_a_record_is_written_over() -> None:
+    old, new = ((Record(torch.zeros(3)), None, Prepared((), (torch.zeros(3) + i,))) for i in (0, 1))
+    write_over(old, new)
+    assert torch.equal(old[2].alphas[0], torch.ones(3))
+
+
+@pytest.mark.parametrize("name", ["bias", "encode_scale", "block_scale", "tensor_scale"])
+def test_every_tensor_of_a_layer_is_compared(name: str) -> None:
+    """Those of the checkpoint too, which the engine is to write."""
+    layer, fresh = (make("nvfp4", backend="any_torch") for _ in range(2))
+    other = getattr(fresh, name)[:1].double()
+    setattr(fresh, name, torch.nn.Parameter(other, False) if name == "bias" else other)
+    ((needed, found),) = Renewal(layer, fresh).misfits
+    assert needed.startswith(f"{name}: ")
+    assert found == f"float64 {tuple(other.shape)}"
+
+
+def test_what_a_backend_keeps_in_another_form_is_found_before_anything_is_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with opened("cublas"):
+        layer, fresh = (layer_of("cublas", "nvfp4", 48, 96, input_transform=hadamard(16)) for _ in range(2))
+        layer(torch.randn(5, 96).bfloat16())
+        changed(fresh, True)
+        parts_of = vendor.parts_of
+        monkeypatch.setattr(vendor, "parts_of", lambda *of, **how: parts_of(*of, **how) * 2)
+        before = layer.tensor_scale.clone()
+        renewal = Renewal(layer, fresh)
+        assert [needed for needed, _ in renewal.misfits] == [
+            "what blackwell_cublas keeps: 1 parts", "what blackwell_cublas keeps.parts: 1 parts",
+            "what blackwell_cublas keeps.alphas: 1 parts",
+        ]  # fmt: skip
+        assert_same_bits(layer.tensor_scale, before)
+        with pytest.raises(AssertionError):
+            renewal.write()
 
 
 @pytest.mark.gpu
