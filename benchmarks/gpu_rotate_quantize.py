@@ -2,8 +2,8 @@
 
     python -m benchmarks.gpu_rotate_quantize [--quick] [--backend gpu_triton] [--compiled all|one|none]
 
-Every case is checked against any_torch on the same GPU before its time is taken, and nothing is printed if one is
-wrong. A time is the median over replays of a CUDA graph that runs the case on many inputs: 300 MB of them, at least 4,
+Every case is checked against any_torch on the same GPU before its time is taken, and one that is wrong ends the run. A
+time is the median over replays of a CUDA graph that runs the case on many inputs: 300 MB of them, at least 4,
 so that none is left in the L2 cache from the last replay; cases too small for that take 64, and the cache is
 overwritten before each replay. Beside each time, in the same run: a device copy that reads and writes as many bytes,
 any_torch eagerly, and `torch.compile` of the plain definition below. Appends a line a case to
@@ -313,17 +313,15 @@ def main() -> None:
     todo, which = cases(given.quick), given.compiled or ("one" if given.quick else "all")
     memory = Memory(max(todo, key=lambda case: case.copies * case.rows * case.width))
     run_of = {**machine(), "run": datetime.datetime.now().isoformat(timespec="seconds"), "backend": given.backend}
-    records: list[dict[str, Any]] = []
     copies: dict[tuple, float] = {}
     for group in by_kernel(todo):
         compiled = compiled_of(group[0], which)
         for case in group:
-            records.append({**vars(case), **measured(case, memory, given.backend, compiled, copies)})
+            record = {**vars(case), **measured(case, memory, given.backend, compiled, copies)}
+            print(line(record), flush=True)
+            append(NAME, {**record, **run_of})
             torch.cuda.empty_cache()
     costs = launch_costs(given.backend)
-    for record in records:
-        print(line(record))
-        append(NAME, {**record, **run_of})
     append(NAME, {"form": "launch", "host_us": costs, **run_of})
     print("host time of a call, M = 1, K = 4096, R = 64:", ", ".join(f"{n} {us:.1f} us" for n, us in costs.items()))
     print({key: run_of[key] for key in ("gpu", "driver", "torch", "triton")})

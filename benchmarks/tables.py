@@ -101,27 +101,28 @@ def matmul(records: list[dict[str, Any]]) -> str:
 
 
 def model(records: list[dict[str, Any]]) -> str:
-    """The table of the newest record of each way to quantize and to run in results/gpu_model.jsonl."""
+    """The table of the newest record of each way to quantize, to run and batch in results/gpu_model.jsonl."""
     if not records:
         return "Not measured yet: `quarterturn bench --model-shape llama-3.1-8b` on a machine with an NVIDIA GPU does."
     lines = [
         "| shape | in 4 bits | a step | batch | tokens/s | of bf16 | linear layers alone | first token |",
         "|" + "---|" * 8,
     ]
-    newest = {}
+    newest: dict[tuple, tuple[dict[str, Any], int]] = {}
     for record in records:
         if len(record["models"]) == 2:
-            newest[record["ask"]["shape"], record["models"][0]["ran"], record["ask"]["compiled"]] = record
-    for record in newest.values():
+            way = (record["ask"]["shape"], record["models"][0]["ran"], record["ask"]["compiled"])
+            for place, decode in enumerate(record["models"][0]["decodes"]):
+                newest[*way, decode["batch"]] = record, place
+    for record, place in (newest[way] for way in sorted(newest, key=lambda way: (*map(str, way[:3]), way[3]))):
         ours, bf16 = record["models"]
-        first = f"{ours['first_token'] * 1e3:.0f} ms, {bf16['first_token'] / ours['first_token']:.2f} of bf16's speed"
-        for mine, theirs in zip(ours["decodes"], bf16["decodes"], strict=True):
-            lines.append(
-                f"| {record['ask']['shape']} | {ours['ran']} | {mine['way']} | {mine['batch']} | "
-                f"{mine['tokens_per_second']:,.0f} | {mine['tokens_per_second'] / theirs['tokens_per_second']:.2f} | "
-                f"{mine['linear'] * 1e3:.2f} ms, {theirs['linear'] / mine['linear']:.2f} | {first} |"
-            )
-            first = ""
+        mine, theirs = ours["decodes"][place], bf16["decodes"][place]
+        lines.append(
+            f"| {record['ask']['shape']} | {ours['ran']} | {mine['way']} | {mine['batch']} | "
+            f"{mine['tokens_per_second']:,.0f} | {mine['tokens_per_second'] / theirs['tokens_per_second']:.2f} | "
+            f"{mine['linear'] * 1e3:.2f} ms, {theirs['linear'] / mine['linear']:.2f} | "
+            f"{ours['first_token'] * 1e3:.0f} ms, {bf16['first_token'] / ours['first_token']:.2f} of bf16's speed |"
+        )
     found = record["machine"]
     machine = f"{found['gpu']}, driver {found['driver']}, torch {found['torch']}, triton {found['triton']}"
     prompt = f"a prompt of {record['ask']['prompt']} tokens, a cache of {record['ask']['cache']}"

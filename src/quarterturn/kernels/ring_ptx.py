@@ -39,7 +39,8 @@ def exchange(pairs: Sequence[str], out: Sequence[str], to: str, back: str) -> li
     gets pairs 8t+q and 8t+4+q of both rows, for t = 0 to 3, as 4t+r and 4t+2+r. to, back: see matmul_many._places.
     """
     lines = [".reg .b32 to<2>, back<4>;", "mov.u32 to0, global_smem;", f"add.u32 back0, to0, {back};"]
-    lines += [f"add.u32 to0, to0, {to};", "xor.b32 to1, to0, 16;"]
+    # No lane writes before all have read what the last block left.
+    lines += [f"add.u32 to0, to0, {to};", "xor.b32 to1, to0, 16;", "bar.warp.sync -1;"]
     for r in range(2):
         for half in range(2):
             four = ", ".join(pairs[2 * (4 * half + j) + r] for j in range(4))
