@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
+from torch._inductor import config as inductor
 
 import fused_cases
 from comparing import assert_same_bits
@@ -28,6 +29,27 @@ def test_the_operator_multiplies_rows(gpu: Gpu) -> None:
     for wrong in ([16, 64], [128, 65 + 100], [128], [-64, 64], [0, 0]):
         with pytest.raises(Refusal, match="rows \\(first, count\\)"):
             torch.ops.quarterturn.fp4_linear(x, *arguments[:-2], wrong)
+
+
+@pytest.mark.parametrize("name", ["post_grad_custom_pre_pass", "post-grad-custom-pre-pass"])
+@pytest.mark.parametrize("given", [None, merge_siblings])
+def test_another_pass_in_the_place_of_ours_is_refused(name: str, given: object) -> None:
+    with pytest.raises(Refusal, match=r"needs no post_grad_custom_pre_pass of another's; found .* in options\n"):
+        compile_options(**{name: given})
+
+
+def test_a_pass_that_was_set_before_is_not_replaced() -> None:
+    with (
+        inductor.patch(post_grad_custom_pre_pass=merge_siblings),
+        pytest.raises(Refusal, match=r"found <function merge_siblings .* in torch\._inductor\.config\n.*post_pass"),
+    ):
+        compile_options()
+
+
+def test_other_options_are_handed_on() -> None:
+    ours = compile_options()
+    with inductor.patch(ours):
+        assert compile_options(max_autotune=True) == {**ours, "max_autotune": True}
 
 
 class AsTold(torch.fx.Interpreter):

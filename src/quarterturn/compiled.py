@@ -21,16 +21,35 @@ from torch import fx
 from torch._ops import OpOverload
 from torch.fx.node import map_arg
 
+from .errors import refusal
 from .ops import FP4_LINEAR
 
 
 def compile_options(**others: Any) -> dict[str, Any]:
-    """Options for `torch.compile(model, options=...)`, with those given besides.
+    """Options for `torch.compile(model, options=...)`, with those given besides. Raises Refusal where another pass is
+    asked for in the place of ours, among those or in torch._inductor.config: one of the two would be left out.
 
     Call the model once under `torch.no_grad()` before it is compiled: whether layers read the same input is seen in a
     call, but never in one of inference mode, whose tensors keep no version by which they would be known again.
     """
-    return {"post_grad_custom_pre_pass": _as_pass(), **others}
+    from torch._inductor import config
+
+    given = {name.replace("-", "_"): value for name, value in others.items()}  # as torch.compile reads them
+    taken = {"options": given[_PASS]} if _PASS in given else {}
+    if (set_before := getattr(config, _PASS)) not in (None, _as_pass()):
+        taken["torch._inductor.config"] = set_before
+    if taken:
+        raise refusal(
+            "compile_options",
+            f"'{_PASS}' is the option by which siblings are multiplied together.",
+            needs=[(f"no {_PASS} of another's", f"{value!r} in {place}") for place, value in taken.items()],
+            do="make yours a post_grad_custom_post_pass, or leave compile_options out and call "
+            "quarterturn.compiled.merge_siblings(graph) in yours",
+        )
+    return {_PASS: _as_pass(), **others}
+
+
+_PASS = "post_grad_custom_pre_pass"
 
 
 def merge_siblings(graph: fx.Graph) -> int:
