@@ -185,8 +185,7 @@ def write(name: str, kernel: str, entry: dict[str, Any], measured: dict[str, Any
         of_sizes = {(e["n"], e["k"], e["tokens"]): e for e in [*data.get(each, []), *[entry] * (each == kernel)]}
         data[each] = [of_sizes[sizes] for sizes in sorted(of_sizes)]
     path.write_text(json.dumps(data, indent=1) + "\n", "utf-8")
-    gpu_tuned.table.cache_clear()
-    gpu_tuned._cut.cache_clear()
+    gpu_tuned.forget()
 
 
 def main() -> None:
