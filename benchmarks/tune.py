@@ -63,25 +63,23 @@ def few_grid(m: int, n: int, k: int, count: int, capability: tuple[int, int]) ->
 
 
 def many_grid(m: int, n: int, k: int, count: int) -> list[gpu_matmul_many.Cut]:
-    """The formula's cut, and others with its parts of K."""
+    """The formula's cut, and others that add K in its order."""
     first = gpu_matmul_many.cut(m, n, k, count, False)
     made = [first]
     for tokens in (32, 64, 128, 256):
         for rows, programs in ((128, 1), (128, 2), (256, 1)):
-            for natural in (False, True):
-                cut = first._replace(rows=rows, tokens=tokens, programs=programs, natural=natural)
-                least = 256 * max(tokens // 64, 1) * rows // 128  # threads that sums leave room for
-                if cut != first and tokens < 4 * m and programs * least <= 1024 and has_room(cut, m, n, count):
-                    made.append(cut)
+            cut = first._replace(rows=rows, tokens=tokens, programs=programs)
+            least = 256 * max(tokens // 64, 1) * rows // 128  # threads that sums leave room for
+            if cut != first and tokens < 4 * m and programs * least <= 1024 and has_room(cut, m, n, count):
+                made.append(cut)
     return made
 
 
 def has_room(cut: gpu_matmul_many.Cut, m: int, n: int, count: int) -> bool:
     """Whether the programs of a split product fit on the GPU, and their sums and counts in the workspace."""
     tiles = -(-n // cut.rows) * -(-m // cut.tokens)
-    fits = (
-        tiles * cut.split <= cut.programs * count and tiles * cut.split * cut.rows * cut.tokens <= 2 * count * 128 * 128
-    )
+    programs = tiles * cut.split
+    fits = programs <= cut.programs * count and programs * cut.rows * cut.tokens <= 2 * count * 128 * 128
     return cut.split == 1 or (fits and tiles <= 2 * count)
 
 
@@ -182,8 +180,7 @@ def write(name: str, kernel: str, entry: dict[str, Any], measured: dict[str, Any
         of_sizes = {(e["n"], e["k"], e["tokens"]): e for e in [*data.get(each, []), *[entry] * (each == kernel)]}
         data[each] = [of_sizes[sizes] for sizes in sorted(of_sizes)]
     path.write_text(json.dumps(data, indent=1) + "\n", "utf-8")
-    gpu_tuned.table.cache_clear()
-    gpu_tuned._cut.cache_clear()
+    gpu_tuned.forget()
 
 
 def main() -> None:

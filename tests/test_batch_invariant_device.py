@@ -7,7 +7,6 @@ import torch
 
 from comparing import assert_same_bits
 from quarterturn import compile_options, random_hadamard
-from quarterturn.backends import gpu_launch
 from test_batch_invariant import BF16, CUDA, FP16, assert_rows_alike, layer_of
 from test_fused_device import Attention, K, tied
 from test_gpu_product_device import assert_near, expected
@@ -80,11 +79,18 @@ def test_the_way_of_other_gpus(name: str, dtype: torch.dtype, monkeypatch: pytes
     """16 rows after the other, as on 8.x, on whatever GPU this is."""
     from quarterturn.backends import gpu_product
 
+    few_by_few, taken = gpu_product._few_by_few, set()
+
+    def counted(x: torch.Tensor, *rest: object) -> torch.Tensor:
+        taken.add(len(x))
+        return few_by_few(x, *rest)
+
     monkeypatch.setattr(gpu_product, "_hopper", lambda x: False)
+    monkeypatch.setattr(gpu_product, "_few_by_few", counted)
     for n, k in ((1000, 4096), (464, 14336)):
         with CUDA:
             layer = layer_of(name, n, k, activations="bf16", backend="gpu_triton")
             x = torch.randn(300, k).to(dtype)
         assert_near(layer(x), expected(layer, x))
         assert_rows_alike(layer, x, range(1, 301, 1 if n == 1000 else 13))
-    assert gpu_launch.capability(x.device) >= (8, 0)
+    assert taken == set(range(1, 301)), "every number of rows went that way"

@@ -6,6 +6,7 @@ Measuring needs a GPU; the grid, the choice and the file do not.
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -32,14 +33,14 @@ SIZES = [(28672, 4096), (4096, 14336), (6144, 4096), (464, 464), (18944, 3584), 
 
 @pytest.fixture
 def tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """An empty folder of tables, on a machine whose GPU has a name."""
+    """An empty folder of tables, on a machine whose GPU has a name, and the numbers of an H200."""
     monkeypatch.setattr(gpu_tuned, "TABLES", tmp_path)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: NAME)
-    gpu_tuned.table.cache_clear()
-    gpu_tuned._cut.cache_clear()
+    monkeypatch.setattr(gpu_launch, "multiprocessors", lambda device: H200[0])
+    monkeypatch.setattr(gpu_launch, "capability", lambda device: H200[1])
+    gpu_tuned.forget()
     yield tmp_path
-    gpu_tuned.table.cache_clear()
-    gpu_tuned._cut.cache_clear()
+    gpu_tuned.forget()
 
 
 def entry(cut: Any, tokens: int, n: int, k: int) -> dict[str, Any]:
@@ -60,7 +61,7 @@ def test_a_shipped_table_is_whole_and_gives_the_formulas_bits(path: Path) -> Non
         assert tokens == gpu_tuned.tokens_class(tokens)
         if kernel == "few":
             formula = gpu_matmul.cut_of(n, k, tokens, *H200)
-            assert (cut.num_warps, cut.split, cut.chunks) == (formula.num_warps, formula.split, formula.chunks)
+            assert gpu_tuned._order(kernel, cut) == gpu_tuned._order(kernel, formula)
             assert gpu_matmul.room(cut) * 256 >= k
         else:
             assert cut.split == gpu_matmul_many.cut(tokens, n, k, H200[0], False).split
@@ -85,8 +86,8 @@ def test_a_device_without_a_table_has_no_cuts(tables: Path) -> None:
 
 
 def test_what_is_written_is_found(tables: Path) -> None:
-    few = gpu_matmul.Cut(8, 1, 2, 3, 2, 1, False)
-    many = gpu_matmul_many.Cut(128, 64, 4, False, 2)
+    few = gpu_matmul.cut_of(96, 64, 8, *H200)._replace(stages=1)
+    many = gpu_matmul_many.cut(64, 96, 64, H200[0], False)._replace(programs=1)
     tune.write(NAME, "few", entry(few._replace(slots=1), 8, 96, 64), {"date": "2026-01-01"})
     tune.write(NAME, "few", entry(few, 8, 96, 64), {"date": "2026-01-02"})
     assert gpu_tuned.few_cut(GPU, 5, 96, 64) == few
@@ -106,6 +107,43 @@ def test_the_table_of_another_device_is_not_taken(tables: Path) -> None:
     assert gpu_tuned.few_cut(GPU, 5, 96, 64) is None
     with pytest.raises(SystemExit, match="A GPU of-Tests"):
         tune.write(NAME, "few", entry(cut, 8, 96, 64), {})
+
+
+OTHERS = [
+    ("few", 8, 28672, 4096, {"split": 2}),
+    ("few", 8, 28672, 4096, {"num_warps": 4}),
+    ("few", 16, 28672, 4096, {"chunks": 4}),
+    ("many", 64, 4096, 14336, {"split": 1}),
+]
+
+
+@pytest.mark.parametrize(("kernel", "tokens", "n", "k", "change"), OTHERS)
+def test_an_entry_that_would_change_results_is_left_out_and_named(
+    tables: Path, kernel: str, tokens: int, n: int, k: int, change: dict[str, int]
+) -> None:
+    formula = gpu_tuned._formula(kernel, GPU, tokens, n, k)
+    other = formula._replace(**change)
+    assert other != formula
+    tune.write(NAME, kernel, entry(other, tokens, n, k), {})
+    ask = gpu_tuned.few_cut if kernel == "few" else gpu_tuned.many_cut
+    with pytest.warns(UserWarning, match="a measured cut is left out") as told:
+        assert ask(GPU, tokens, n, k) is ask(GPU, tokens - 1, n, k) is None
+    assert len(told) == 1
+    (name, value), text = *change.items(), str(told[0].message)
+    assert re.search(rf"needs for {tokens} tokens, .* {name} {getattr(formula, name)}.*; found .*{name} {value}", text)
+    assert str(tables) in text
+    assert f"--size {n}x{k} --tokens {tokens}" in text
+
+
+def test_fewer_tokens_that_the_formula_cuts_otherwise_are_cut_by_it(tables: Path) -> None:
+    """A class is measured at its most tokens; with fewer there are fewer tiles, and K may be shared out more."""
+    n, k = 1024, 4096
+    splits = {m: gpu_matmul_many.cut(m, n, k, H200[0], False).split for m in range(513, 1025)}
+    assert len(set(splits.values())) > 1
+    tuned = gpu_matmul_many.cut(1024, n, k, H200[0], False)._replace(natural=False)
+    tune.write(NAME, "many", entry(tuned, 1024, n, k), {})
+    for m, split in splits.items():
+        assert gpu_tuned.many_cut(GPU, m, n, k) == (tuned if split == tuned.split else None)
 
 
 @pytest.mark.parametrize("m", [5, 60])
@@ -159,9 +197,9 @@ def test_the_grid_for_few_tokens_keeps_the_order_of_sums(n: int, k: int, capabil
 def test_the_grid_for_many_tokens_keeps_the_parts(n: int, k: int, m: int) -> None:
     cuts = tune.many_grid(m, n, k, 132)
     assert cuts[0] == gpu_matmul_many.cut(m, n, k, 132, False)
-    assert 4 < len(cuts) == len(set(cuts)) <= 64
+    assert 2 < len(cuts) == len(set(cuts)) <= 16
     for cut in cuts:
-        assert cut.split == cuts[0].split
+        assert (cut.split, cut.inside, cut.natural) == (cuts[0].split, 1, cuts[0].natural)
         assert tune.has_room(cut, m, n, 132)
         tiles = -(-n // cut.rows) * -(-m // cut.tokens)
         parts, counts = 2 * 132 * 128 * 128, 2 * 2 * 132  # as gpu_matmul_many.workspace makes them
@@ -217,5 +255,4 @@ def test_a_table_is_made_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         tune.write(name, kernel, found, {"date": "today"})
     assert gpu_tuned.few_cut(gpu, 3, 512, 768) is not None
     assert (gpu_tuned.many_cut(gpu, 20, 512, 768) is not None) == (gpu_launch.capability(gpu)[0] == 9)
-    gpu_tuned.table.cache_clear()
-    gpu_tuned._cut.cache_clear()
+    gpu_tuned.forget()

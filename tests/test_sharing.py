@@ -20,7 +20,8 @@ import quarterturn
 from comparing import assert_refused, assert_same_bits
 from quarterturn import FP4Linear, hadamard, random_hadamard
 from quarterturn.backends import any_torch, compose, cpu_native
-from quarterturn.sharing import COMPARED, tie
+from quarterturn.backends.kept import COMPARED
+from quarterturn.sharing import tie
 from test_linear import make
 from test_ops import every_backend
 from tiny_models import tiny_model

@@ -35,7 +35,8 @@ _CHOICES = {"activations": ACTIVATIONS, "recipe": RECIPES, "rule": E8M0_RULES, "
 class FP4Linear(StoredWeight):
     """A linear layer with 4-bit float weights behind optional block-diagonal transforms. Inference only.
 
-    x (..., in_features) bf16, fp16 or fp32 -> (..., out_features) of x.dtype.
+    x (..., in_features) bf16, fp16 or fp32 -> (..., out_features) of x.dtype; contiguous, but of siblings that are one
+    product on a GPU (fused.py), whose results are slices of one.
     activations: 'fp4' quantizes x to `format` (W4A4); 'bf16' leaves it as it is (W4A16).
     output_sizes: row counts of the parts of a fused layer, each with a tensor scale of its own; default one part.
     backend: 'auto', or a name of backends.BACKENDS, which is then run or refused.

@@ -9,10 +9,10 @@
 | fp4_matmul                  | y = (x * x_tensor_scale) @ w^T + bias, x and w values or packed codes          |
 | fp4_linear                  | all of it: what FP4Linear calls                                                |
 
-x is (..., K), bf16, fp16 or fp32, last dimension of any stride; results are new and contiguous. Inference only: an
-input that asks for gradients is refused. Every Python function here stands for the operator
-`torch.ops.quarterturn.<name>`, which checks its arguments, and which `torch.compile` and CUDA graphs take whole; called
-eagerly it runs without the dispatcher.
+x is (..., K), bf16, fp16 or fp32, last dimension of any stride; results are new and contiguous (FP4Linears that are one
+product give slices of such a result, see fused.py). Inference only: an input that asks for gradients is refused. Every
+Python function here stands for the operator `torch.ops.quarterturn.<name>`, which checks its arguments, and which
+`torch.compile` and CUDA graphs take whole; called eagerly it runs without the dispatcher.
 """
 
 from __future__ import annotations

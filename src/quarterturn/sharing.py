@@ -2,7 +2,8 @@
 
 FP4Linears of one parent are siblings (`tie`). Whether they read the same x is not asked of their names: one that is
 called leaves, for its own thread, what its siblings need of x, and a sibling takes that where it is called with the
-very same x; else it computes for itself and leaves a share in turn. The bits are the same either way.
+very same x; else it computes for itself and leaves a share in turn. A share has the bits that a sibling would have made
+of x by itself, but for outputs of weights that lie in one tensor: see the last paragraph.
 
 | x         | a share is                                          | x is the same where it is                    |
 |---|---|---|
@@ -37,12 +38,9 @@ from torch import Tensor, nn
 
 from .backends import Layer, Operand, Together, compose
 from .backends.capturing import capture_of
-from .backends.kept import contents
+from .backends.kept import COMPARED, contents
 from .fused import Member, Part, fuse, same_input, together
 from .plan import LayerPlan
-
-COMPARED = 1 << 16
-"""Bytes of x that are kept and compared at most."""
 
 PATIENCE = 4
 """Shares of one layer that its siblings may leave behind, one after the other, where their weights lie together."""

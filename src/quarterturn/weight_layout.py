@@ -29,8 +29,8 @@ It is exact, except that an MXFP4 scale 2^118 times smaller than the largest (or
 `inverse` gives back codes and scales bit for bit, except codes under a zero scale or MXFP4's NaN, which come back as 0.
 
 **Stored.** `stored` puts fragments and an fp32 number a row into one int32 tensor of N rows, which a layer keeps in
-place of its codes (stored_weight.py) and hands to the ops; `from_stored` gives views of it. `joined` puts several
-weights behind each other, of which it gives views too.
+place of its codes (stored_weight.py; beside them where those are somebody else's, as in vLLM) and hands to the ops;
+`from_stored` gives views of it. `joined` puts several weights behind each other, of which it gives views too.
 """
 
 from __future__ import annotations

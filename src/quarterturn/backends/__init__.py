@@ -2,10 +2,10 @@
 
 A backend is a module with five parts: a docstring table (needs, provides, does not), `missing(device, capability)` for
 the machine, `refuses(problem)` for the layer, `prepare(weight, ...)`, and the ops. One with a way of its own through a
-whole layer is a FusedBackend besides, see protocol.py. A layer that is to be batch-invariant is run by those alone that
-answer a third question, `varies(problem)`. The questions are answered with a list of reasons; no reasons
-mean yes. Automatic choice takes the first backend with no reason against it. An explicit choice is run or refused,
-never replaced.
+whole layer is a FusedBackend besides; this and what else some of them answer, and the forms that weights and operands
+have, is in protocol.py. A layer that is to be batch-invariant is run by those alone that answer a third question,
+`varies(problem)`. The questions are answered with a list of reasons; no reasons mean yes. Automatic choice takes the
+first backend with no reason against it. An explicit choice is run or refused, never replaced.
 """
 
 from __future__ import annotations

@@ -13,9 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-COUNTERS = 1024
-"""int32 numbers that a capture gets."""
-_SETS = 1024
+_FEWEST, _SETS = 1024, 1024
 
 Made = TypeVar("Made")
 
@@ -63,6 +61,13 @@ def lasting(device: torch.device, make: Callable[[], Made]) -> Made:
         return worker.submit(run).result()
 
 
+@lru_cache(maxsize=64)
+def counters_of(device: torch.device) -> int:
+    """int32 numbers that a capture gets, or a stream that keeps its own: two for each tile of a split product, of which
+    there are up to two a multiprocessor (gpu_matmul_many.py); one for each program of another (gpu_matmul.py)."""
+    return max(_FEWEST, 4 * torch.cuda.get_device_properties(device).multi_processor_count)
+
+
 class _Sets:
     """Sets of counters of a device, each for one capture and stream. Graphs read them as long as the process lives, so
     none is given twice, nor freed."""
@@ -79,19 +84,19 @@ def provide(device: torch.device) -> None:
     """Have sets of counters ready. Not while a graph is captured: it would be the graph that clears them."""
     sets = _SETS_OF.setdefault(device, _Sets())
     if len(sets.left) < _SETS // 2:
-        made = lasting(device, lambda: torch.zeros(_SETS, COUNTERS, dtype=torch.int32, device=device))
+        made = lasting(device, lambda: torch.zeros(_SETS, counters_of(device), dtype=torch.int32, device=device))
         sets.kept.append(made)
         sets.left.extend(made.unbind())
 
 
 def counters(device: torch.device) -> Tensor:
-    """Counters (COUNTERS,) for kernels that the current stream's capture records one after the other.
+    """Counters (counters_of(device),) for kernels that the current stream's capture records one after the other.
 
     Where none are ready they are the graph's own, which clears them when it runs.
     """
     stream = torch.cuda.current_stream(device).cuda_stream
     found = _taken(device, stream, capture_of(stream))
-    return torch.zeros(COUNTERS, dtype=torch.int32, device=device) if found is None else found
+    return torch.zeros(counters_of(device), dtype=torch.int32, device=device) if found is None else found
 
 
 @lru_cache(maxsize=64)

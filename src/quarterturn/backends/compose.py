@@ -14,7 +14,18 @@ from torch import Tensor
 
 from ..errors import BackendRefusal, refusal
 from ..tensor import FP4Tensor, per_output
-from .protocol import Backend, FusedBackend, Layer, Operand, OrderedBackend, Problem, Quantizer, Together, Weight
+from .protocol import (
+    Backend,
+    FusedBackend,
+    Layer,
+    Operand,
+    OrderedBackend,
+    Problem,
+    Quantizer,
+    RemarkingBackend,
+    Together,
+    Weight,
+)
 
 
 def row_count(x: Tensor) -> int:
@@ -74,8 +85,7 @@ def product(backend: Backend, operand: Operand, layer: Layer) -> Tensor:
 
 def remark(backend: Backend, weight: Callable[[], FP4Tensor], values: Tensor | None) -> str:
     """'; ' and why a layer with these prepared values does not run as the backend's name says; '' where it does."""
-    ask = getattr(backend, "remark", None)
-    told: str | None = None if ask is None else ask(weight(), values)
+    told = cast(RemarkingBackend, backend).remark(weight(), values) if hasattr(backend, "remark") else None
     return "" if told is None else f"; {told}"
 
 

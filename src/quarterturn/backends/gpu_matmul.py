@@ -82,7 +82,9 @@ def few(
         after,
     )  # fmt: skip
     with gpu_launch.on_device(x.device):
-        partial, counts = work or workspace(x.device, floats_of(weight.n, 8 * tokens8, cut))
+        floats = floats_of(weight.n, 8 * tokens8, cut)
+        partial, counts = work or workspace(x.device, floats)
+        assert not floats or programs <= counts.numel(), (programs, counts.numel())
         launcher(config)(
             programs, x, weight.codes, weight.scales, w_scale, x_scale, bias, out, partial, counts, m, weight.n, k,
             tiles, blocks, chunks, each, tiles - programs * each, 2.0**weight.exponent,
@@ -197,7 +199,7 @@ def workspace(device: torch.device, floats: int) -> tuple[Tensor, Tensor]:
 @cache  # one that went could be in use
 def _kept_workspace(device: torch.device, stream: int, floats: int) -> tuple[Tensor, Tensor]:
     def make() -> tuple[Tensor, Tensor]:
-        counts = torch.zeros(capturing.COUNTERS, dtype=torch.int32, device=device)
+        counts = torch.zeros(capturing.counters_of(device), dtype=torch.int32, device=device)
         return torch.empty(floats, dtype=torch.float32, device=device), counts
 
     return capturing.lasting(device, make)

@@ -124,6 +124,7 @@ def workspace(device: torch.device, counts: Tensor | None = None) -> Workspace:
     """What any product on the device needs; counts: zeros (2 * tiles) that are there already."""
     most = 2 * multiprocessors(device)
     counts = torch.zeros(2 * most, dtype=torch.int32, device=device) if counts is None else counts
+    assert 2 * most <= counts.numel(), (most, counts.numel())
     return Workspace(torch.empty(most * 128 * 128, dtype=torch.float32, device=device), counts)
 
 
@@ -158,6 +159,7 @@ def many(
     )
     y = x.new_empty(m, n) if out is None else out
     row_tiles, token_tiles = -(-n // how.rows), -(-m // how.tokens)
+    assert how.split == 1 or 2 * row_tiles * token_tiles <= space.counts.numel(), (how, space.counts.numel())
     launcher(config)(
         row_tiles * token_tiles * how.split, x, weight.codes, weight.scales, y, alpha, x_scale,
         alpha if bias is None else bias, space.parts, space.counts, m, n, row_tiles, token_tiles,

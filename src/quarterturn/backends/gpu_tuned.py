@@ -1,9 +1,11 @@
 """Cuts of the products on GPUs that were measured, as data: tuned/<device>.json, made by `python -m benchmarks.tune`.
 
 A table holds, for a kernel ('few': gpu_matmul, 'many': gpu_matmul_many), a class of tokens and the sizes N and K of a
-weight, the cut that was fastest on the device of that name among those with the same bits as the formula's: a table
-changes times and no results. Where a table or an entry is missing the formulas cut_of and cut decide. A table is read
-once, at the first product on such a device; nothing is measured then.
+weight, the cut that was fastest on the device of that name among those with the same bits as the formula's. A table
+changes times and no results: an entry that would add in another order (ORDER) than the formula on the GPU at hand is
+left out, with a warning, and one that would do so for fewer tokens than were measured is left out for those. Where a
+table or an entry is missing the formulas cut_of and cut decide. A table is read once, at the first product on such a
+device; nothing is measured then.
 
     {"device": "NVIDIA H200", "measured": {"date": ..., "driver": ..., "torch": ..., "triton": ...},
      "few":  [{"tokens": 8, "n": 4096, "k": 4096, "cut": {...}, "us": ..., "formula_us": ...}, ...],
@@ -14,13 +16,15 @@ from __future__ import annotations
 
 import json
 import re
+import warnings
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from . import gpu_matmul, gpu_matmul_many
+from ..errors import refusal
+from . import gpu_launch, gpu_matmul, gpu_matmul_many
 
 TABLES = Path(__file__).parent / "tuned"
 CUTS: dict[str, Any] = {"few": gpu_matmul.Cut, "many": gpu_matmul_many.Cut}
@@ -28,16 +32,23 @@ MOST_TOKENS = 4096
 """The largest class. What fits so many tokens need not fit more."""
 
 
+ORDER = {"few": ("num_warps", "split", "chunks"), "many": ("split", "inside", "natural")}
+"""What of a cut decides the order in which K is added."""
+
+
 def few_cut(device: torch.device, m: int, n: int, k: int) -> gpu_matmul.Cut | None:
     """What was measured for (m, k) x (n, k)^T, m at most 16; None where nothing was."""
-    found: gpu_matmul.Cut | None = _cut("few", device, tokens_class(m), n, k)
+    found: gpu_matmul.Cut | None = _entry("few", device, tokens_class(m), n, k)
     return found
 
 
+@lru_cache(maxsize=4096)
 def many_cut(device: torch.device, m: int, n: int, k: int) -> gpu_matmul_many.Cut | None:
-    """The same for more tokens."""
-    found: gpu_matmul_many.Cut | None = _cut("many", device, tokens_class(m), n, k)
-    return found
+    """The same for more tokens; None too where the formula gives fewer tokens than were measured other parts of K."""
+    found: gpu_matmul_many.Cut | None = _entry("many", device, tokens_class(m), n, k)
+    return (
+        found if found is None or _order("many", found) == _order("many", _formula("many", device, m, n, k)) else None
+    )
 
 
 def tokens_class(m: int) -> int | None:
@@ -51,10 +62,43 @@ def file_of(name: str) -> Path:
 
 
 @lru_cache(maxsize=4096)
-def _cut(kernel: str, device: torch.device, tokens: int | None, n: int, k: int) -> Any:
-    if device.type != "cuda":
+def _entry(kernel: str, device: torch.device, tokens: int | None, n: int, k: int) -> Any:
+    """The cut of a table; None, with a warning, for one that would change results."""
+    if device.type != "cuda" or tokens is None:
         return None
-    return table(torch.cuda.get_device_name(device)).get((kernel, tokens, n, k))
+    name = torch.cuda.get_device_name(device)
+    found = table(name).get((kernel, tokens, n, k))
+    if found is None:
+        return None
+    needed, there = _order(kernel, _formula(kernel, device, tokens, n, k)), _order(kernel, found)
+    if there == needed:
+        return found
+    reason = refusal(
+        "fp4_linear",
+        "a measured cut is left out, since it would add in another order than the formula's.",
+        file=file_of(name),
+        needs=[(f"for {tokens} tokens, N = {n}, K = {k} on this GPU {needed}", there)],
+        do=f"measure it again: python -m benchmarks.tune --size {n}x{k} --tokens {tokens}",
+    )
+    warnings.warn(str(reason), stacklevel=2)
+    return None
+
+
+def forget() -> None:
+    """Read tables again, which have been written to."""
+    for known in (table, _entry, many_cut):
+        known.cache_clear()
+
+
+def _formula(kernel: str, device: torch.device, m: int, n: int, k: int) -> Any:
+    count = gpu_launch.multiprocessors(device)
+    if kernel == "few":
+        return gpu_matmul.cut_of(n, k, m, count, gpu_launch.capability(device))
+    return gpu_matmul_many.cut(m, n, k, count, False)
+
+
+def _order(kernel: str, cut: Any) -> str:
+    return ", ".join(f"{name} {getattr(cut, name)}" for name in ORDER[kernel])
 
 
 @lru_cache(maxsize=16)

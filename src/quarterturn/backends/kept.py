@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 COMPARED = 1 << 16
-"""Bytes of a tensor in main memory that are kept and compared at most: a matrix of 128 x 128 in fp32."""
+"""Bytes of a tensor in main memory (a matrix, an input) that are kept and compared at most: 128 x 128 in fp32."""
 
 
 class Kept:

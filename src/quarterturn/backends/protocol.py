@@ -63,7 +63,17 @@ class Quantizer:
 
 @dataclass(frozen=True)
 class Weight:
-    """The weight operand of a product: packed codes with block scale bytes, or values (N, K) that hold the scales."""
+    """The weight operand of a product, in one of four forms:
+
+    | form      | data                                            | block_scale          | made by           |
+    |---|---|---|---|
+    | packed    | uint8 (N, K/2), codes                           | uint8 (N, K / group) | nobody: as stored |
+    | decoded   | bf16 (N, K), e2m1 * block_scale                 | None                 | most backends     |
+    | fragments | int32 (N, stored_width): weight_layout.py       | None                 | gpu_triton        |
+    | E4M3      | float8_e4m3fn (N, stored_width): e4m3_layout.py | None                 | gpu_fp8           |
+
+    A backend tells them by block_scale and the dtype of data. output_sizes: rows that have a tensor scale each.
+    """
 
     data: Tensor
     block_scale: Tensor | None
@@ -97,7 +107,10 @@ class Layer:
 @dataclass(frozen=True, eq=False)
 class Operand:
     """An input as a backend's product takes it: rotated, and quantized where the layer does. `data` is values (M, K),
-    packed codes with `block_scale`, or whatever the backend's `form` says; `dtype` is the input's, and the result's."""
+    packed codes with `block_scale`, or whatever the backend's `form` says; `dtype` is the input's, and the result's.
+
+    form: 'rows', or 'ordered' for an OrderedBackend (compose.py); any other is that of a backend's own `operand`.
+    """
 
     data: Tensor
     block_scale: Tensor | None
@@ -119,7 +132,9 @@ class Backend(Protocol):
         """Reasons why it cannot run this layer."""
 
     def prepare(self, weight: FP4Tensor, mode: str) -> Tensor | None:
-        """Values (N, K) decoded once for `mode` 'decoded', None where the packed codes are what it runs on."""
+        """What a layer keeps of its weight for `mode` 'auto', 'packed' or 'decoded': the `data` of a Weight without
+        block scales, or None where the stored form is what it runs on. Equal weights may so have other forms than
+        weights of other values: see Weight."""
 
     def rotate(self, x: Tensor, blocks: Blocks, out_dtype: torch.dtype) -> Tensor:
         """x (M, K) -> x @ V per block, (M, K) of out_dtype, to fp32 accuracy."""
@@ -161,6 +176,13 @@ class InvariantBackend(Backend, Protocol):
 
     def varies(self, problem: Problem) -> list[str]:
         """Reasons why the bits of a row of this layer could depend on the other rows; none: it runs such a layer."""
+
+
+class RemarkingBackend(Backend, Protocol):
+    """A backend that runs some layers otherwise than its name says, by what their weights are."""
+
+    def remark(self, weight: FP4Tensor, values: Tensor | None) -> str | None:
+        """Why a layer of this weight, prepared as `values`, does not run as the name says; None where it does."""
 
 
 Together = Callable[[Tensor], "list[Tensor] | None"]

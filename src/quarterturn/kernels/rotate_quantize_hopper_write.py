@@ -88,10 +88,10 @@ def _store(ptr, x, units, L: gl.constexpr, BLOCK: gl.constexpr, GROUPS: gl.const
 
 @gluon.jit
 def _store_in_order(
-    ptr, w0, w1, w2, w3, units, part, L: gl.constexpr, BLOCK: gl.constexpr, COLUMNS: gl.constexpr,
+    out_ptr, tile, w0, w1, w2, w3, units, part, L: gl.constexpr, BLOCK: gl.constexpr, COLUMNS: gl.constexpr,
     WIDTH: gl.constexpr, ORDER_ASM: gl.constexpr,
 ):  # fmt: skip
-    """Words 0 to 3 of runs (BLOCK, COLUMNS / 8) to where the product wants them, in rows of WIDTH / 2 words.
+    """Words 0 to 3 of runs (BLOCK, COLUMNS / 8) of a tile to where the product wants them, in rows of WIDTH / 2 words.
 
     Word 8Q + 2t + h of a block of 64 values lies at 8t + 4h + Q there (weight_layout.py, kernels/order_tokens.py).
     """
@@ -107,7 +107,8 @@ def _store_in_order(
         is_pure=False,  # lanes that exchange values must not be parted
         pack=1,
     )
-    first = ptr + part * (COLUMNS // 2)
+    first = out_ptr + gl.cast(tile, gl.int64) * (BLOCK * WIDTH // 2) + part * (COLUMNS // 2)
+    units -= tile * BLOCK
     _store_groups(first, x0, x1, x2, x3, units, 0, L, BLOCK, COLUMNS // 64, WIDTH)
     _store_groups(first, y0, y1, y2, y3, units, 8, L, BLOCK, COLUMNS // 64, WIDTH)
 
@@ -241,7 +242,6 @@ def write_values(
     run = part * (COLUMNS // 8) + gl.arange(0, COLUMNS // 8, gl.SliceLayout(0, L))[None, :]
     offset = row * (WIDTH // 8) + run
     first = gl.cast(tile, gl.int64) * (BLOCK * WIDTH) + part * COLUMNS
-    whole = out_ptr + gl.cast(tile, gl.int64) * (BLOCK * WIDTH // 2)  # of words
     amax = factor
     if AMAX_ASM != "":
         amax, z0, z1, z2, z3, z4, z5, z6, z7 = gl.inline_asm_elementwise(
@@ -266,10 +266,7 @@ def write_values(
             words = _join4(w0, w1, w2, w3)
             _store(out_ptr + first // 2, words, units - tile * BLOCK, STORE_LAYOUT, BLOCK, COLUMNS // 8, 4, WIDTH // 2)
         else:
-            whole = out_ptr + gl.cast(tile, gl.int64) * (BLOCK * WIDTH // 2)
-            _store_in_order(
-                whole, w0, w1, w2, w3, units - tile * BLOCK, part, STORE_LAYOUT, BLOCK, COLUMNS, WIDTH, ORDER_ASM
-            )
+            _store_in_order(out_ptr, tile, w0, w1, w2, w3, units, part, STORE_LAYOUT, BLOCK, COLUMNS, WIDTH, ORDER_ASM)
     elif len(ORDER_ASM) > 0:
         w0, w1, w2, w3 = gl.inline_asm_elementwise(
             ORDER_ASM[0],
@@ -279,10 +276,7 @@ def write_values(
             is_pure=True,
             pack=1,
         )
-        whole = out_ptr + gl.cast(tile, gl.int64) * (BLOCK * WIDTH // 2)
-        _store_in_order(
-            whole, w0, w1, w2, w3, units - tile * BLOCK, part, STORE_LAYOUT, BLOCK, COLUMNS, WIDTH, ORDER_ASM
-        )
+        _store_in_order(out_ptr, tile, w0, w1, w2, w3, units, part, STORE_LAYOUT, BLOCK, COLUMNS, WIDTH, ORDER_ASM)
     else:
         out: gl.constexpr = out_ptr.dtype.element_ty
         halves = gl.join(_join4(z0, z2, z4, z6), _join4(z1, z3, z5, z7))
