@@ -170,7 +170,7 @@ class FP4ExpertsMethod(FusedMoEMethodBase):
         """What `apply` gives, without being traced."""
         ids = topk_ids if layer.expert_map is None else layer.expert_map[topk_ids.long()]
         total = torch.zeros_like(x)
-        dense = x.is_cuda and torch.cuda.is_current_stream_capturing()
+        dense = capturing(x)
         for index, (gate_up, down) in enumerate(layer.fp4_experts):
             if dense:
                 chosen = ids == index
@@ -225,6 +225,11 @@ class FP4ExpertsMethod(FusedMoEMethodBase):
         given = scale(INPUT_ENCODE, self.has_input_scale)
         given = None if given is None else given[:1]
         return fp4_part(spec, weight, given, None, backend=self.backend, dtype=self._dtype, name=spec.name)
+
+
+def capturing(x: Tensor) -> bool:
+    """Whether what is launched now goes into a CUDA graph."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _expert(gate_up: Sequence[FP4Linear], down: FP4Linear, x: Tensor, activation: Any) -> Tensor:
