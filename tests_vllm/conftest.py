@@ -16,7 +16,6 @@ import pytest
 from engine_checks import Run
 
 MINUTES = 60
-PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size")
 
 
 class Worker:
@@ -61,16 +60,14 @@ class Worker:
 
 @pytest.fixture(scope="session")
 def run_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
-    """Jobs -> results, see run_engine.py; extra environment variables by keyword. Jobs of one rank share a process, and
-    so do those of several with the same variables."""
-    workers: dict[tuple[Any, ...], Worker] = {}
+    """Jobs -> results, see run_engine.py; extra environment variables by keyword. Jobs with the same ones share a
+    process."""
+    workers: dict[tuple[tuple[str, str], ...], Worker] = {}
 
     def run(jobs: list[dict[str, Any]], timeout: float = 20 * MINUTES, **environment: str) -> list[dict[str, Any]]:
-        ranks = any(job.get("options", {}).get(name, 1) > 1 for job in jobs for name in PARALLEL)
-        key = (ranks, *sorted(environment.items()))
+        key = tuple(sorted(environment.items()))
         if key not in workers:
-            own = {} if ranks else {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-            workers[key] = Worker(tmp_path_factory.mktemp("engine"), own | environment)
+            workers[key] = Worker(tmp_path_factory.mktemp("engine"), environment)
         try:
             return workers[key].run(jobs, timeout)
         except BaseException:

@@ -15,8 +15,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-# Before vLLM is imported: no warm-up of compiled shapes, a small cache.
-for name, value in (("VLLM_CPU_KVCACHE_SPACE", "1"), ("VLLM_CPU_CI_ENV", "1"), ("VLLM_LOGGING_LEVEL", "INFO")):
+# Before vLLM is imported: the engine in this process (its ranks, if several, in others), no warm-up of compiled shapes,
+# a small cache.
+SETTINGS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_CI_ENV": "1"}
+for name, value in (SETTINGS | {"VLLM_LOGGING_LEVEL": "INFO"}).items():
     os.environ.setdefault(name, value)
 
 OPTIONS = {"dtype": "float32", "enforce_eager": True, "max_model_len": 128, "max_num_seqs": 16, "seed": 0}
