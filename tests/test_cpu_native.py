@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -254,8 +255,8 @@ def test_quantizing_does_not_depend_on_the_rows_or_the_threads(threads: None) ->
 def test_many_rows_are_the_few(decoded: bool, activations: str, dtype: torch.dtype, format: str, threads: None) -> None:
     """Tiles, where there are such, and the library's product give what the kernels' own product gives for few rows, up
     to the order of sums; a row does not depend on the rows beside it, nor on what lies in memory behind them."""
-    in_tiles = dtype == torch.bfloat16 or (activations, format) == ("fp4", "nvfp4")
-    rows = cpu_native.TILES_FROM - 1 if in_tiles and cpu_native._has_tiles() else cpu_native.FEW_ROWS
+    in_tiles = cpu_native._has_tiles() and (dtype == torch.bfloat16 or (activations, format) == ("fp4", "nvfp4"))
+    rows = cpu_native.FEW_ROWS
     odd = 1104 if format == "nvfp4" else 1120  # no whole number of 32, or of 64
     for n, k, turn in ((37, 96, hadamard(32)), (150, odd, hadamard(16)), (32, 32, None)):
         weight, bias = packed(n, k, format, (16, n - 16)), torch.randn(n)
@@ -265,16 +266,16 @@ def test_many_rows_are_the_few(decoded: bool, activations: str, dtype: torch.dty
         x = torch.randn(9 * rows + 3, k).to(dtype)
         encode = torch.tensor([ENCODE]) if format == "nvfp4" else None
 
-        def run(x: Tensor, given=(data, scale, weight, bias, side, encode)) -> Tensor:
+        def run(x: Tensor, given=(data, scale, weight, bias, side, encode), own: bool = False) -> Tensor:
             data, scale, weight, bias, side, encode = given
             return torch.ops.quarterturn.fp4_linear(
                 x, data, scale, weight.tensor_scale, weight.output_sizes, bias, format, *side, False, None, 1.0, False,
-                activations == "fp4", encode, "checkpoint", "even", "cpu_native",
+                activations == "fp4", encode, "checkpoint", "even", "cpu_native", None, own,
             )  # fmt: skip
 
         whole = run(x)
         assert bool(whole.isfinite().all())
-        few = torch.cat([run(part) for part in x.split(rows)])
+        few = torch.cat([run(part, own=not decoded) for part in x.split(rows)])
         # Each of the two is off by K sums in fp32 of the same terms and by the rounding of its result; the library's
         # product rounds its sum besides, and W4A16's rotated input is rounded to dtype, in either way.
         if activations == "fp4":
@@ -285,13 +286,13 @@ def test_many_rows_are_the_few(decoded: bool, activations: str, dtype: torch.dty
         terms = terms @ (weight.values().double() * weight.row_scale().double()).abs().T + bias.double().abs()
         bound = 2 * (k + 3) * FP32_UNIT * terms + 3 * UNIT[dtype] * (whole.double().abs() + bias.double().abs())
         assert bool(((whole.double() - few.double()).abs() <= bound).all())
-        if cpu_native._has_tiles() and in_tiles:
+        if in_tiles:
             x[5 * rows] = float("nan")
             changed = run(x)
             assert bool(changed[5 * rows].isnan().all())
             changed[5 * rows] = whole[5 * rows]
             assert_same_bits(changed, whole, "the rows beside one that is no number")
-            for some in (rows + 1, rows + 6, 32, 33):
+            for some in (cpu_native.TILES_FROM, 5, 16, 17, 32, 33, rows, rows + 1):
                 assert_same_bits(run(x[:some]), whole[:some], f"{some} rows")
             torch.set_num_threads(1)
             assert_same_bits(run(x[: rows + 6]), whole[: rows + 6], "one thread")
@@ -308,7 +309,7 @@ def cpu_flags() -> set[str]:
 def test_tiles_are_used_where_the_machine_has_them() -> None:
     """Or the tests of them would hold of nothing. Where the system withholds the tiles of a CPU that has them (the flag
     is there, and asking for them fails), no kernel may use them."""
-    has = {"amx_tile", "amx_bf16", "avx512bw"} <= cpu_flags()
+    has = {"amx_tile", "amx_bf16", "avx512bw", "avx512vbmi"} <= cpu_flags()
     granted = has and torch.cpu._init_amx()
     layer = Layer(operand_weight(packed(32, 64, "nvfp4")), None, None, None, Quantizer(NVFP4, torch.tensor([ENCODE])))
     form = cpu_native.operand(torch.randn(100, 64).bfloat16(), layer).form
@@ -421,17 +422,46 @@ def test_every_width_compiles(tmp_path: Path) -> None:
             assert done.returncode == 0, f"{source} for {width}: {done.stderr[-1500:]}"
 
 
-def test_the_layer_in_one_call_is_the_layer_in_parts() -> None:
-    """linear() fuses the steps for few rows; the parts are what other tests hold."""
+@pytest.mark.parametrize("rows", [1, 5, 16, 33, 64])
+def test_the_layer_in_one_call_is_the_layer_in_parts(rows: int) -> None:
+    """linear() fuses the steps for few rows; the parts are what other tests hold: codes by codes for one row, and where
+    there are no tiles; values by codes in tiles."""
     weight = replace(packed(48, 96, "nvfp4"), format=NVFP4)
-    x, encode = torch.randn(5, 96).bfloat16(), torch.tensor([ENCODE])
+    x, encode = torch.randn(rows, 96).bfloat16(), torch.tensor([ENCODE])
     turn = hadamard(32)
-    codes, scale, one = ops.rotate_quantize(
-        x, turn.matrix.float(), turn.factor, format="nvfp4", encode_scale=encode, backend="cpu_native"
-    )
-    want = ops.fp4_matmul(codes, one, weight=weight, x_block_scale=scale, backend="cpu_native")
+    side, how = (turn.matrix.float(), turn.factor), quantizer("nvfp4")
+    product: dict[str, Any] = {"weight": weight, "backend": "cpu_native"}
+    if rows >= cpu_native.TILES_FROM and cpu_native._has_tiles():
+        values, one = ops.rotate_quantize_dequantize(x, *side, **how, backend="cpu_native")  # type: ignore[arg-type]
+        want = ops.fp4_matmul(values, one, **product)
+    else:
+        codes, scale, one = ops.rotate_quantize(x, *side, **how, backend="cpu_native")  # type: ignore[arg-type]
+        want = ops.fp4_matmul(codes, one, x_block_scale=scale, **product)
     got = torch.ops.quarterturn.fp4_linear(
         x, weight.codes, weight.block_scale.view(torch.uint8), weight.tensor_scale, [48], None, "nvfp4",
-        turn.matrix.float(), turn.factor, False, None, 1.0, False, True, encode, "checkpoint", "even", "cpu_native",
+        *side, False, None, 1.0, False, True, encode, "checkpoint", "even", "cpu_native",
     )  # fmt: skip
     assert_same_bits(got, want)
+
+
+@every_format
+@pytest.mark.parametrize("rows", [32, 64])
+def test_tiles_multiply_by_what_a_weight_decodes_to(rows: int, format: str) -> None:
+    """Every code under every scale byte, picked out by rows of an identity: for few rows of x and for many."""
+    if not cpu_native._has_tiles():
+        pytest.skip("no AMX on this CPU: its products are not run")
+    fmt, k = FORMATS[format], 64
+    groups = k // fmt.group_size
+    scale = torch.arange(256, dtype=torch.uint8).repeat_interleave(groups).view(256, groups)
+    codes = torch.arange(16, dtype=torch.uint8).repeat(256, 2)
+    codes = codes | codes.flip(1) << 4
+    weight = FP4Tensor(codes, scale.view(fmt.scale_dtype), torch.ones(1), None, fmt, (256,))
+    want = weight.values()
+    numbers = want.isfinite().all(1)
+    # The tile unit takes numbers below 2^-126 for zero.
+    want = torch.where(want.abs() < 2.0**-126, 0, want)
+    for first in range(0, k, rows):
+        x = torch.eye(k)[first : first + rows].bfloat16()
+        got = ops.fp4_matmul(x, weight=weight, out_dtype=torch.float32, backend="cpu_native").T
+        assert torch.equal(got[numbers], want[numbers, first : first + rows])
+        assert bool(got[~numbers].isnan().all())

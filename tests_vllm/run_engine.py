@@ -1,9 +1,9 @@
-"""Runs vLLM in a process of its own, several checkpoints one after the other: `python run_engine.py JOBS OUT`.
+"""Runs vLLM, several checkpoints one after the other: `python run_engine.py` reads lines of {jobs, out} until they end.
 
-JOBS: a JSON list of {path, ids, max_tokens, options, reload, reload_from, trace}; OUT: a list of {logprobs, tokens,
-reloaded, reloads} or {error}. `trace` is a file for what each FP4 layer took and gave for the first prompt alone, by
-vLLM's names; `reload_from` a list of {path} of checkpoints, or {tensors} of files, to load one after the other. In one
-process, since starting Python with vLLM takes longer than starting an engine on a tiny model.
+jobs: a list of {path, ids, max_tokens, options, dense, reload, reload_from, trace}; out: the file to write, a list of
+{logprobs, tokens, dense, reloaded, reloads} or {error}. `trace` is a file for what each FP4 layer took and gave for the
+first prompt alone, by vLLM's names; `reload_from` a list of {path} of checkpoints, or {tensors} of files, to load one
+after the other. In one process, since starting Python with vLLM takes longer than starting an engine on a tiny model.
 """
 
 from __future__ import annotations
@@ -15,26 +15,29 @@ import sys
 from pathlib import Path
 from typing import Any
 
-# Before vLLM is imported: no warm-up of compiled shapes, a small cache.
-for name, value in (("VLLM_CPU_KVCACHE_SPACE", "1"), ("VLLM_CPU_CI_ENV", "1"), ("VLLM_LOGGING_LEVEL", "INFO")):
+# Before vLLM is imported: the engine in this process (its ranks, if several, in others), no warm-up of compiled shapes,
+# a small cache.
+SETTINGS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_CI_ENV": "1"}
+for name, value in (SETTINGS | {"VLLM_LOGGING_LEVEL": "INFO"}).items():
     os.environ.setdefault(name, value)
 
 OPTIONS = {"dtype": "float32", "enforce_eager": True, "max_model_len": 128, "max_num_seqs": 16, "seed": 0}
 
 
 def main() -> None:
-    jobs = json.loads(Path(sys.argv[1]).read_text())
-    parallel = ("tensor_parallel_size", "pipeline_parallel_size")
-    if all(job.get("options", {}).get(name, 1) == 1 for job in jobs for name in parallel):
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    out = []
-    for job in jobs:
-        try:
-            out.append(run(job))
-        except Exception as error:
-            out.append({"error": f"{type(error).__name__}: {error}"})
-        gc.collect()
-        Path(sys.argv[2]).write_text(json.dumps(out))
+    for line in sys.stdin:
+        asked = json.loads(line)
+        results = []
+        for job in asked["jobs"]:
+            try:
+                results.append(run(job))
+            except Exception as error:
+                results.append({"error": f"{type(error).__name__}: {error}"})
+            gc.collect()
+        # Whoever waits for the file must not see half of it.
+        part = Path(asked["out"] + ".part")
+        part.write_text(json.dumps(results))
+        part.rename(asked["out"])
 
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
@@ -49,6 +52,8 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
             found["traced"] = traced(llm, job)
         if job.get("scales"):
             found["scales"] = llm.apply_model(cache_scales)[0]
+        if job.get("dense"):
+            found["dense"] = dense(llm, job)
         if job.get("reload"):
             llm.apply_model(scramble)
             found["scrambled"] = generate(llm, job)
@@ -79,6 +84,18 @@ def reloaded(llm: Any, job: dict[str, Any], source: dict[str, str]) -> dict[str,
         return {"error": str(error)}
     llm.reset_prefix_cache()
     return generate(llm, job)
+
+
+def dense(llm: Any, job: dict[str, Any]) -> dict[str, Any]:
+    """What experts give where they are told that a CUDA graph is captured, as none is on a CPU."""
+    from quarterturn.integrations.vllm import experts
+
+    before, experts.capturing = experts.capturing, lambda x: True
+    try:
+        llm.reset_prefix_cache()
+        return generate(llm, job)
+    finally:
+        experts.capturing = before
 
 
 KEPT: list[tuple[Any, Any]] = []

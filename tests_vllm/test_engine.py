@@ -26,19 +26,27 @@ CHECKPOINTS = {
 }
 
 
+NAMED = "--linear-backend torch"
+"""The first checkpoint by another backend, which is named."""
+
+
 @pytest.fixture(scope="module")
 def results(run_engine: Run, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     folder = tmp_path_factory.mktemp("checkpoints")
     jobs, names = [], []
     for name, (kind, format, transform, activations) in CHECKPOINTS.items():
         path = written(folder / name.replace(" ", "-").replace(",", ""), kind, format, transform, activations)
-        jobs.append({"path": str(path), "ids": prompts(VOCABULARY), "reload": name in ("bias", "experts")})
+        job = {"path": str(path), "ids": prompts(VOCABULARY), "dense": "experts" in name}
+        jobs.append(job | {"reload": name in ("bias", "experts")})
         names.append(name)
+    named = {"kernel_config": {"linear_backend": "torch"}}
+    jobs.append({"path": jobs[0]["path"], "ids": prompts(VOCABULARY), "options": named})
+    names.append(NAMED)
     found = run_engine(jobs)
     return {name: result | {"path": job["path"]} for name, result, job in zip(names, found, jobs, strict=True)}
 
 
-@pytest.mark.parametrize("name", CHECKPOINTS)
+@pytest.mark.parametrize("name", [*CHECKPOINTS, NAMED])
 def test_logprobs_are_those_of_the_library(results: dict[str, dict[str, Any]], name: str) -> None:
     result = results[name]
     assert "error" not in result, result
@@ -60,6 +68,16 @@ def test_the_log_says_what_runs(results: dict[str, dict[str, Any]]) -> None:
     log = results["bias"]["log"]
     for arithmetic in ("W4A4 nvfp4, input transform 16", "W4A16 mxfp4, input transform 32", "W4A4 nvfp4"):
         assert f"quarterturn: {arithmetic} by " in log
+
+
+def test_the_backend_that_is_named_runs(results: dict[str, dict[str, Any]]) -> None:
+    assert "W4A4 nvfp4, input transform 16 by any_torch" in results[NAMED]["log"]
+
+
+@pytest.mark.parametrize("name", [name for name in CHECKPOINTS if "experts" in name])
+def test_experts_in_a_graph_give_what_they_give_by_a_loop(results: dict[str, dict[str, Any]], name: str) -> None:
+    """Every token by every expert, of which what was routed is taken."""
+    agree(results[name]["dense"]["logprobs"], results[name]["logprobs"])
 
 
 def test_the_tolerance_sees_a_transform_left_out(results: dict[str, dict[str, Any]], tmp_path: Path) -> None:

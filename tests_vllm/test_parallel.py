@@ -22,7 +22,10 @@ OUTPUTS = ("llama-mxfp4a16-quip-vu-hadamard32", "llama-nvfp4-quip-vu-random-hada
 BIASED = {"attention_bias": True, "mlp_bias": True}
 """o_proj and down_proj, which are cut along K, have a bias too: it must be added once."""
 TWO = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
-IN_TURN = {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}
+IN_TURN = TWO | {"tensor_parallel_size": 1, "pipeline_parallel_size": 2}
+# On a CPU a stage has a place for what the one before it sends only if it was warmed up, as traced models alone are.
+IN_TURN |= {"enforce_eager": False, "compilation_config": {"mode": 2, "backend": "eager"}}
+WARM = {"VLLM_CPU_CI_ENV": "0"}
 
 Results = dict[str, tuple[Any, Any]]
 
@@ -33,6 +36,7 @@ def both(
     kinds: dict[str, tuple[str, str, str]],
     alone: tuple[str, ...] = (),
     two: dict[str, Any] = TWO,
+    **environment: str,
 ) -> Results:
     """(one rank, two ranks) of each kind; those of `alone` on two ranks only."""
     paths = {
@@ -42,7 +46,8 @@ def both(
     jobs = {name: {"path": str(path), "ids": prompts(VOCABULARY)} for name, path in paths.items()}
     first = {name: job for name, job in jobs.items() if name not in alone}
     one = dict(zip(first, run_engine(list(first.values())), strict=True))
-    found = run_engine([job | {"options": two} for job in jobs.values()], VLLM_CPU_OMP_THREADS_BIND="0|1")
+    ranks = [job | {"options": two} for job in jobs.values()]
+    found = run_engine(ranks, VLLM_CPU_OMP_THREADS_BIND="0|1", **environment)
     return {name: (one.get(name), result) for name, result in zip(jobs, found, strict=True)}
 
 
@@ -58,7 +63,7 @@ def more(run_engine: Run, tmp_path_factory: pytest.TempPathFactory) -> Results:
 
 @pytest.fixture(scope="module")
 def stages(run_engine: Run, tmp_path_factory: pytest.TempPathFactory) -> Results:
-    return both(run_engine, tmp_path_factory.mktemp("stages"), STAGES, two=IN_TURN)
+    return both(run_engine, tmp_path_factory.mktemp("stages"), STAGES, two=IN_TURN, **WARM)
 
 
 def agreed(one: dict[str, Any], two: dict[str, Any]) -> None:

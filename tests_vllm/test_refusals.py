@@ -33,6 +33,8 @@ def results(run_engine: Run, tmp_path_factory: pytest.TempPathFactory) -> dict[s
         "a backend of vLLM's": changed(folder / "backend"),
         "a packed layer that is ignored": changed(folder / "ignored", ignore=["lm_head", "re:.*q_proj"]),
     }
+    ignore = ("lm_head", "re:.*experts.1.up_proj")
+    paths["an expert that is not FP4"] = written(folder / "mixture", "qwen3_moe", "nvfp4", "hadamard:16", ignore=ignore)
     options = {"no FP4, ours asked for": {"quantization": "quarterturn"}}
     options["a backend of vLLM's"] = {"kernel_config": {"linear_backend": "marlin"}}
     jobs = [{"path": str(p), "ids": prompts(VOCABULARY), "options": options.get(n, {})} for n, p in paths.items()]
@@ -45,6 +47,10 @@ def results(run_engine: Run, tmp_path_factory: pytest.TempPathFactory) -> dict[s
         ("a rotation of keys", ("'R3' applies to 'k_cache'", "config.json", "do make the checkpoint without")),
         ("no FP4, ours asked for", ("--quantization quarterturn was asked for", "do leave --quantization out")),
         ("a backend of vLLM's", ("this --linear-backend is not one of ours", "marlin", "torch, triton")),
+        (
+            "an expert that is not FP4",
+            ("these experts are not run", "every expert in FP4", "experts.1.up_proj", "do load the file with"),
+        ),
         (
             "a packed layer that is ignored",
             ("config and tensors disagree", "q_proj", "do take the layer out of ignore"),

@@ -6,9 +6,10 @@
 | run on    | x86-64 with AVX2; x86-64 with AVX-512 and AMX |
 
 Packed weights are multiplied by packed activations: integer products of the codes, exact in every group, times the
-scales in fp32, so that a row's bits do not depend on the batch, neither in the quantization nor in the product. Many
-rows go through the bf16 tiles of AMX where there are such, the weights decoded on the way; or else, unquantized (W4A16)
-or on a CPU with other bf16 instructions, through the library's product, for which slices of the weights are decoded.
+scales in fp32, so that a row's bits do not depend on the batch, neither in the quantization nor in the product. More
+than one row, and one that is unquantized (W4A16), goes through the bf16 tiles of AMX where there are such, the weights
+decoded on the way. Elsewhere many rows, where unquantized or on a CPU with other bf16 instructions, go through the
+library's product, for which slices of the weights are decoded.
 Batch-invariant layers take the integer products, or unquantized the fp32 ones of the same kernels, for every row.
 z is summed in float64 in a fixed order; but any_torch turns by wide matrices that are products of smaller ones, which
 for these kernels would be dense: see factors.py.
@@ -35,8 +36,8 @@ from .protocol import Blocks, Layer, Operand, Problem, Quantizer, Together, Weig
 NAME = "cpu_native"
 FEW_ROWS = 64
 """Up to here the integer product is used, but where there are tiles; above, products in bf16 can be faster."""
-TILES_FROM = 13
-"""Rows from which tiles are faster than integer products: a tile has 16, and 32 rows of weights are decoded for it."""
+TILES_FROM = 2
+"""Rows of quantized x from which tiles are faster than integer products; of unquantized x one is enough."""
 SCRATCH = 1 << 21
 """Weights that are decoded at a time for the library's product: 8 MB of fp32."""
 TILES, CODES = "tiles", "codes"
@@ -114,12 +115,12 @@ def matmul(
     if weight.block_scale is None and not (x.dtype == torch.bfloat16 and _has_tiles()):
         return any_torch.matmul(x, x_block_scale, x_tensor_scale, weight, bias, out_dtype)
     layer = Native(weight.data.shape[1] * (1 if weight.block_scale is None else 2)).multiplying(weight, bias)
-    if _own_product(m, weight, quantized):
+    if _own_product(m, weight, quantized) and not _in_tiles(m, weight, x.dtype, None):
         return _few_rows(x, x_block_scale, x_tensor_scale, layer, out_dtype)
     if x_block_scale is not None:
         exact = weight.format.has_tensor_scale and _has_tiles()
         x = _decoded(x, x_block_scale, weight.format, torch.bfloat16 if exact else torch.float32)
-    if _in_tiles(m, weight, x.dtype == torch.bfloat16):
+    if _in_tiles(m, weight, x.dtype, None):
         return _tile_product(_tiles(x, Native(x.shape[1]))[0], x_tensor_scale, m, layer, out_dtype)
     return _many_rows(x, x_tensor_scale, weight, bias, out_dtype)
 
@@ -135,7 +136,7 @@ def operand(x: Tensor, layer: Layer) -> Operand:
         return Operand(values, None, tensor_scale, m, dtype)
     _check_invariant(layer)
     x, blocks = _for_kernels(x, blocks, dtype if quantizer is None else torch.float32)
-    if not layer.batch_invariant and _in_tiles(m, weight, _exact(dtype, quantizer)):
+    if not layer.batch_invariant and _in_tiles(m, weight, dtype, quantizer):
         tiles, scale_of_tensor = _tiles(x, native(layer, k))
         return Operand(tiles, None, None if quantizer is None else scale_of_tensor, m, dtype, TILES)
     if quantizer is not None and (layer.batch_invariant or _own_product(m, weight, True)):
@@ -184,16 +185,18 @@ def together(layers: Sequence[Layer]) -> Together | None:
     def run(x: Tensor) -> list[Tensor] | None:
         *outer, _ = x.shape
         m, dtype = math.prod(outer), x.dtype
-        if m > FEW_ROWS or (not first.batch_invariant and _in_tiles(m, first.weight, _exact(dtype, quantizer))):
+        if m > FEW_ROWS:
             return None
+        tiled = not first.batch_invariant and _in_tiles(m, first.weight, dtype, quantizer)
         if apart is not None:
             x = any_torch.rotate(x.view(m, k), apart, dtype if quantizer is None else torch.float32)
         out_dtype = torch.float32 if turned else dtype
         ys = [torch.empty(*outer, n, dtype=out_dtype, device="cpu") for n in sizes]
         outputs = addresses(*[y.data_ptr() for y in ys])
         failed = qt_linear(
-            structs, count, x.data_ptr(), DTYPE[x.dtype], k, m, outputs, DTYPE[out_dtype], torch.get_num_threads()
-        )
+            structs, count, x.data_ptr(), DTYPE[x.dtype], k, m, outputs, DTYPE[out_dtype], tiled,
+            torch.get_num_threads(),
+        )  # fmt: skip
         _check(failed)
         return [_turned(y, layer, dtype) for y, layer in zip(ys, layers, strict=True)] if turned else ys
 
@@ -224,15 +227,13 @@ def _own_product(rows: int, weight: Weight, quantized: bool) -> bool:
     return weight.block_scale is not None and (rows <= FEW_ROWS or (quantized and not any_torch.cpu_has_bf16()))
 
 
-def _in_tiles(rows: int, weight: Weight, exact: bool) -> bool:
-    """Whether the product runs on tiles, `exact` being whether bf16 holds x: many rows, or weights already decoded."""
-    return exact and (rows >= TILES_FROM or weight.block_scale is None) and _has_tiles()
-
-
-def _exact(dtype: torch.dtype, quantizer: Quantizer | None) -> bool:
-    """Whether tiles multiply as asked. bf16 holds every value of NVFP4, and of MXFP4 all but those below 2^-126,
-    which tiles take for zero. Inputs of bf16 are multiplied in no other way there, those of more bits are."""
-    return dtype == torch.bfloat16 or (quantizer is not None and quantizer.format.has_tensor_scale)
+def _in_tiles(rows: int, weight: Weight, dtype: torch.dtype, quantizer: Quantizer | None) -> bool:
+    """Whether the product of x runs on tiles: not where bf16 does not hold what is multiplied. It holds every value of
+    NVFP4, and of MXFP4 all but those below 2^-126, which tiles take for zero. Inputs of bf16 are multiplied in no other
+    way there, those of more bits are."""
+    exact = dtype == torch.bfloat16 or (quantizer is not None and quantizer.format.has_tensor_scale)
+    least = 1 if quantizer is None else TILES_FROM
+    return exact and (rows >= least or weight.block_scale is None) and _has_tiles()
 
 
 def _has_tiles() -> bool:

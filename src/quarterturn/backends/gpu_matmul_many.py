@@ -189,8 +189,9 @@ class Config(NamedTuple):
         warps = self.cut.num_warps
         asm, constraints = kernels.decode_asm(self.format, self.dtype == torch.float16, natural)
         return {
-            "ROWS": rows, "TOKENS": tokens, "SPLIT": split, "INSIDE": inside, "GROUP": _GROUP, "NATURAL": natural, "EVEN": self.even, "HAS_BIAS": self.bias, "X_BY_ROW": self.by_row,
-            "TMA_OUT": self.by_tma, "LANES": 16 if self.format == MXFP4 else 32,
+            "ROWS": rows, "TOKENS": tokens, "SPLIT": split, "INSIDE": inside, "GROUP": _GROUP, "NATURAL": natural,
+            "EVEN": self.even, "HAS_BIAS": self.bias, "X_BY_ROW": self.by_row, "TMA_OUT": self.by_tma,
+            "LANES": 16 if self.format == MXFP4 else 32,
             "CODES": kernels.fragment_layout(rows, 4, warps), "SCALES": kernels.fragment_layout(rows, 2, warps),
             "PAIRS": kernels.pair_layout(rows, warps), "ASM": asm, "CONSTRAINTS": constraints, "num_warps": warps,
             "WAIT": ring_ptx.wait_asm(), "LEAVE": ring_ptx.leave_asm(),

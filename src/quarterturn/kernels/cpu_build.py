@@ -31,7 +31,7 @@ _P, _I = _POINTER, _INT
 _SIGNATURES = {
     "qt_quantize": [_P, _P, _I, _I, _I, _P, _P, _P, _P, _I, _I, _I],
     "qt_matmul": [_P, _P, _I, _I, _P, _P, _I, _I, _P, _I, _I],
-    "qt_linear": [_P, _I, _P, _I, _I, _I, _P, _I, _I],
+    "qt_linear": [_P, _I, _P, _I, _I, _I, _P, _I, _I, _I],
     "qt_amx_matmul": [_P, _P, _P, _I, _I, _P, _I, _I],
     "qt_amx_ready": [],
     "qt_decode": [_P, _P, _I, _I, _I, _P, _I, _I],

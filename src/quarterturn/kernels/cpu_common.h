@@ -22,6 +22,7 @@
 #endif
 #define INLINE static inline __attribute__((always_inline))
 #define MIN(a, b) ((a) < (b) ? (a) : (b))
+#define MAX(a, b) ((a) > (b) ? (a) : (b))
 #ifdef HAVE_AVX2
 #define VMAX(a, b) ((v4i)_mm_max_epi32((__m128i)(a), (__m128i)(b)))
 #define VMAX8(a, b) ((v8i)_mm256_max_epi32((__m256i)(a), (__m256i)(b)))

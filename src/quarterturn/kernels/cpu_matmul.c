@@ -334,22 +334,29 @@ void qt_decode(const void *codes, const void *scales, i64 group, i64 n, i64 k, v
 int qt_quantize(const Layer *l, const void *x, i64 x_dtype, i64 x_stride, i64 rows, void *tensor_scale, void *codes,
                 void *scales, void *values, i64 v_dtype, i64 tiled, i64 threads);
 
+int qt_amx_matmul(const Layer *l, const void *x, const void *x_ts, i64 x_ts_step, i64 m, void *y, i64 y_dtype,
+                  i64 threads);
+
 /* Whole layers that read the same few rows x, all of one input side, each with an output (M, N) of its own: x is rotated
- * and quantized (or, format -1, rotated and rounded to its own dtype) once, with the first layer's parameters. */
+ * and quantized (or, format -1, rotated and rounded to its own dtype) once, with the first layer's parameters. tiled: it
+ * becomes bf16 tiles, for the products of cpu_amx.c. */
 int qt_linear(const Layer *const *layers, i64 count, const void *x, i64 x_dtype, i64 x_stride, i64 m, void *const *y,
-              i64 y_dtype, i64 threads) {
+              i64 y_dtype, i64 tiled, i64 threads) {
     const Layer *l = layers[0];
     i64 quantized = l->format >= 0, k = l->k, groups = quantized ? k / l->group : 0, size = x_dtype ? 2 : 4;
-    /* 4: even no rows have one scale */
-    float *x_ts = malloc((size_t)(4 + m * 4 + m * (quantized ? k / 2 + groups : k * size)));
-    if (!x_ts) return 1;
-    uint8_t *z = (uint8_t *)(x_ts + m + 1), *x_scales = z + m * k / 2;
+    i64 tiles = tiled ? (m + 15) / 16 * ((k + 31) / 32) * 1024 : 0, beside = m * (quantized ? k / 2 + groups : k * size);
+    char *memory = aligned_alloc(64, (size_t)(tiles + 4 * m + (tiled ? 0 : beside) + 128) / 64 * 64);
+    if (!memory) return 1;
+    float *x_ts = (float *)(memory + tiles);
+    uint8_t *z = (uint8_t *)(x_ts + m + 1), *x_scales = z + m * k / 2; /* even no rows have one scale */
     int failed = 0, turned = quantized || l->R;
-    if (quantized) failed = qt_quantize(l, x, x_dtype, x_stride, m, x_ts, z, x_scales, NULL, 0, 0, threads);
+    if (tiled) failed = qt_quantize(l, x, x_dtype, x_stride, m, x_ts, NULL, NULL, memory, 1, 1, threads);
+    else if (quantized) failed = qt_quantize(l, x, x_dtype, x_stride, m, x_ts, z, x_scales, NULL, 0, 0, threads);
     else if (turned) failed = qt_quantize(l, x, x_dtype, x_stride, m, x_ts, NULL, NULL, z, x_dtype, 0, threads);
     for (i64 i = 0; i < count && !failed; i++)
-        failed = qt_matmul(layers[i], turned ? z : x, quantized ? -1 : x_dtype, turned ? k : x_stride,
-                           quantized ? x_scales : NULL, quantized ? x_ts : NULL, l->token, m, y[i], y_dtype, threads);
-    free(x_ts);
+        failed = tiled ? qt_amx_matmul(layers[i], memory, quantized ? x_ts : NULL, l->token, m, y[i], y_dtype, threads)
+                       : qt_matmul(layers[i], turned ? z : x, quantized ? -1 : x_dtype, turned ? k : x_stride,
+                                   quantized ? x_scales : NULL, quantized ? x_ts : NULL, l->token, m, y[i], y_dtype, threads);
+    free(memory);
     return failed;
 }

@@ -9,8 +9,8 @@ A program makes a tile of y^T, ROWS of w by TOKENS of x, over all of K or one of
 With SPLIT > 1 the partial sums go to memory; each program of a tile waits until all have left theirs and adds its share
 of the tile in the order of K, so that the same input gives the same bits, run after run. So all programs have to be on
 the GPU at once: no more of them than fit, launched cooperatively, which makes sure of it whatever else the GPU does.
-With INSIDE > 1 a program makes so many parts one after the other, each with sums of its own, and adds them in that order
-too: the bits of SPLIT = INSIDE.
+With INSIDE > 1 a program makes so many parts one after the other, each with sums of its own, and adds them in the order
+of K too: the bits of SPLIT = INSIDE.
 
 The order of K inside a block of 64 is that of weight_layout.py: x comes in it ("ordered", kernels/order_tokens.py), or
 NATURAL and the decoded weights change lanes to meet it, through shared memory of their warp (ring_ptx.py).
@@ -211,7 +211,8 @@ def _multiply(
     m, n, row_tiles, token_tiles, chunks, blocks, tiles16, ROWS: gl.constexpr, TOKENS: gl.constexpr,
     SPLIT: gl.constexpr, INSIDE: gl.constexpr, GROUP: gl.constexpr, NATURAL: gl.constexpr, EVEN: gl.constexpr,
     HAS_BIAS: gl.constexpr, X_BY_ROW: gl.constexpr, TMA_OUT: gl.constexpr, LANES: gl.constexpr, CODES: gl.constexpr,
-    SCALES: gl.constexpr, PAIRS: gl.constexpr, ASM: gl.constexpr, CONSTRAINTS: gl.constexpr, WAIT: gl.constexpr, LEAVE: gl.constexpr,
+    SCALES: gl.constexpr, PAIRS: gl.constexpr, ASM: gl.constexpr, CONSTRAINTS: gl.constexpr, WAIT: gl.constexpr,
+    LEAVE: gl.constexpr,
 ):  # fmt: skip
     """The warps that decode and multiply."""
     dtype: gl.constexpr = x_tiles.dtype

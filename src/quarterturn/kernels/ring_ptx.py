@@ -1,8 +1,8 @@
 """PTX texts of matmul_many.py that use shared memory: a ring's barriers, and pairs that change lanes.
 
 Triton's own make all warps wait for each other at each; with these a warp waits for the copy alone, and says by itself
-that it has read. Places are bytes from the start of shared memory, `global_smem`, where the kernel's only allocation has
-to lie.
+that it has read. Places are bytes from the start of shared memory, `global_smem`, where the kernel's only allocation
+has to lie.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 Every expert quantizes its own input with its own scale, behind the online transforms of the file. The loop visits the
 experts that have tokens; while a CUDA graph is captured, when nothing may depend on data, it gives every token to every
 expert and takes what was routed. Tensor and expert parallel as vLLM cuts the tensors; a shard must hold whole blocks.
+Nor can a graph that is compiled depend on data: there the loop is one operator. On a GPU vLLM's own stands around it,
+on a CPU vLLM traces the method, and ours does.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase
 from vllm.model_executor.layers.fused_moe.activation import apply_moe_activation, apply_moe_activation_supported
 from vllm.model_executor.layers.fused_moe.config import FUSED_MOE_UNQUANTIZED_CONFIG
@@ -159,9 +162,15 @@ class FP4ExpertsMethod(FusedMoEMethodBase):
         shared_experts_input: Tensor | None,
     ) -> Tensor:
         """x (T, H), weights and ids (T, top_k) -> (T, H) of x.dtype: the weighted sum of the local experts."""
+        if torch.compiler.is_compiling():
+            return OPERATOR(x, topk_weights, topk_ids, layer.layer_name)
+        return self.loop(layer, x, topk_weights, topk_ids)
+
+    def loop(self, layer: Any, x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
+        """What `apply` gives, without being traced."""
         ids = topk_ids if layer.expert_map is None else layer.expert_map[topk_ids.long()]
         total = torch.zeros_like(x)
-        dense = x.is_cuda and torch.cuda.is_current_stream_capturing()
+        dense = capturing(x)
         for index, (gate_up, down) in enumerate(layer.fp4_experts):
             if dense:
                 chosen = ids == index
@@ -218,9 +227,33 @@ class FP4ExpertsMethod(FusedMoEMethodBase):
         return fp4_part(spec, weight, given, None, backend=self.backend, dtype=self._dtype, name=spec.name)
 
 
+def capturing(x: Tensor) -> bool:
+    """Whether what is launched now goes into a CUDA graph."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
 def _expert(gate_up: Sequence[FP4Linear], down: FP4Linear, x: Tensor, activation: Any) -> Tensor:
     """down(act(gate(x)) * up(x)), x (T, H) -> (T, H); the activation is vLLM's."""
     both = gate_up[0](x) if len(gate_up) == 1 else torch.cat([part(x) for part in gate_up], dim=-1)
     hidden = both.new_empty(both.shape[0], both.shape[1] // 2)
     apply_moe_activation(activation, hidden, both)
     return down(hidden)
+
+
+def _run(x: Tensor, topk_weights: Tensor, topk_ids: Tensor, name: str) -> Tensor:
+    """The operator: layers are known by vLLM's names, since graphs are kept in files that outlive a process."""
+    layer = get_forward_context().no_compile_layers[name].routed_experts
+    method = layer.quant_method
+    assert isinstance(method, FP4ExpertsMethod), f"{name} is run by {type(method).__name__}"
+    return method.loop(layer, x, topk_weights, topk_ids)
+
+
+def _like(x: Tensor, topk_weights: Tensor, topk_ids: Tensor, name: str) -> Tensor:
+    return torch.empty_like(x)
+
+
+_library = torch.library.Library("quarterturn", "FRAGMENT")
+_library.define("vllm_experts(Tensor x, Tensor topk_weights, Tensor topk_ids, str name) -> Tensor")
+_library.impl("vllm_experts", _run, "CompositeExplicitAutograd")
+torch.library.register_fake("quarterturn::vllm_experts", _like, lib=_library)
+OPERATOR = torch.ops.quarterturn.vllm_experts
