@@ -73,7 +73,8 @@ PRODUCT_TOKENS = (1, 16, 64, 128, 256, 1024, 4096)
 
 
 def matmul(records: list[dict[str, Any]]) -> str:
-    """The table of the newest run in results/gpu_matmul.jsonl, but those of batch-invariant layers."""
+    """The table of the newest run in results/gpu_matmul.jsonl, and a line of the newest with batch-invariant layers."""
+    invariant = [r for r in records if r.get("batch_invariant")]
     records = [r for r in records if not r.get("batch_invariant")]
     if not records:
         return "Not measured yet: `make bench` on a machine with an NVIDIA GPU fills this in."
@@ -97,7 +98,17 @@ def matmul(records: list[dict[str, Any]]) -> str:
         lines.append(f"| {n} × {k} | " + " | ".join(cells) + f" | {share} |")
     first = newest[0]
     machine = f"{first['gpu']}, driver {first['driver']}, torch {first['torch']}, triton {first['triton']}"
-    return "\n".join([*lines, "", f"CUDA graphs, `python -m benchmarks.gpu_matmul` on {machine}, {first['date']}."])
+    lines += ["", f"CUDA graphs, `python -m benchmarks.gpu_matmul` on {machine}, {first['date']}."]
+    if invariant:
+        ran = [r for r in invariant if r["run"] == invariant[-1]["run"]]
+        cost = [f"{_ratios(ran, found, m)} at {m} token{'s' * (m > 1)}" for m in (1, 64, 4096)]
+        lines[-1] += f" Times as long with `batch_invariant`, in the order of the rows: {'; '.join(cost)}."
+    return "\n".join(lines)
+
+
+def _ratios(records: list[dict[str, Any]], others: dict[tuple, dict[str, Any]], m: int) -> str:
+    there = [r for r in records if r["m"] == m and (r["n"], r["k"], m) in others]
+    return ", ".join(f"{r['w4a16_us'] / others[r['n'], r['k'], m]['w4a16_us']:.1f}" for r in there)
 
 
 def model(records: list[dict[str, Any]]) -> str:
