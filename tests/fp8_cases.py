@@ -86,9 +86,10 @@ def values_of(operand: FP4Tensor) -> Tensor:
 
 
 def layer_of(n: int, k: int, *, dtype: torch.dtype = torch.bfloat16, bias: bool = False, **how) -> FP4Linear:
+    """dtype: of the bias. In the interpreter a row of weights takes some 10 ms to convert."""
     weight = operand_of(n, k).to(DEVICE)
     how |= {"bias": torch.randn(n, device=DEVICE).to(dtype)} if bias else {}
-    return FP4Linear.from_tensor(weight, activations="fp4", backend="gpu_fp8", **how).refresh(dtype)
+    return FP4Linear.from_tensor(weight, activations="fp4", backend="gpu_fp8", **how)
 
 
 class Expected(NamedTuple):

@@ -56,7 +56,7 @@ def test_too_few_are_found_where_they_are_used(monkeypatch: pytest.MonkeyPatch) 
         gpu_matmul.few(x, made, None, None, None, out, cut=SPLIT, work=work)
 
     def many(counters: int) -> None:
-        how = gpu_matmul_many.Cut(128, 32, 4, 2, 2, True, 2)
+        how = gpu_matmul_many.Cut(128, 32, 2, True, 2)
         space = gpu_matmul_many.Workspace(one, torch.zeros(counters, dtype=torch.int32))
         gpu_matmul_many.many(x, made, one.expand(464), one, None, space, chosen=how)
 

@@ -31,7 +31,6 @@ CUTS: dict[str, Any] = {"few": gpu_matmul.Cut, "many": gpu_matmul_many.Cut}
 MOST_TOKENS = 4096
 """The largest class. What fits so many tokens need not fit more."""
 
-
 ORDER = {"few": ("num_warps", "split", "chunks"), "many": ("split", "inside", "natural")}
 """What of a cut decides the order in which K is added."""
 
@@ -46,9 +45,9 @@ def few_cut(device: torch.device, m: int, n: int, k: int) -> gpu_matmul.Cut | No
 def many_cut(device: torch.device, m: int, n: int, k: int) -> gpu_matmul_many.Cut | None:
     """The same for more tokens; None too where the formula gives fewer tokens than were measured other parts of K."""
     found: gpu_matmul_many.Cut | None = _entry("many", device, tokens_class(m), n, k)
-    return (
-        found if found is None or _order("many", found) == _order("many", _formula("many", device, m, n, k)) else None
-    )
+    if found is not None and _order("many", found) != _order("many", _formula("many", device, m, n, k)):
+        return None
+    return found
 
 
 def tokens_class(m: int) -> int | None:
