@@ -2,7 +2,8 @@
 
     python -m benchmarks.gpu_matmul [--quick] [--batch-invariant]
 
-Every size is first checked against float64 on random weights, and no time is printed where one is wrong. A time is the
+Every product with bf16 tokens as they are is first checked against float64 on random weights, and no time is printed
+where one is wrong. A time is the
 median over replays of a CUDA graph that runs over as many copies of the weight as exceed the cache (300 MB, at least
 4). Beside the library's product in bf16, in the same run:
 
@@ -11,7 +12,7 @@ median over replays of a CUDA graph that runs over as many copies of the weight 
     W4A4     the same with the turned tokens quantized: a layer of a W4A4 model
     rotate, quantize   what turned and W4A4 do before their product, alone
 
-With --batch-invariant the layers are so: a row's bits are the same for every number of tokens.
+With --batch-invariant the layers are so: a row's bits are the same for every number of tokens, which is looked at.
 
 Floor: the greater of bytes over 4.27 TB/s (what a copy reaches on an H200) and operations over 790 TFLOP/s. Appends a
 line a case to results/gpu_matmul.jsonl.
@@ -89,6 +90,10 @@ def measured(
     x = torch.randn(m, k, device="cuda").bfloat16()
     plain, turned, quantized = (layers(of, *how, invariant) for how in ((False, False), (True, False), (True, True)))
     check(x, plain[0], exact)
+    for layer in (plain[0], turned[0], quantized[0]) if invariant else ():
+        alone, beside = (compose.linear(gpu_triton, rows, layer)[:1] for rows in (x[:1], x))
+        if not torch.equal(alone.view(torch.int16), beside.view(torch.int16)):
+            raise SystemExit(f"M={m} N={n} K={k}: a row has other bits alone; no time is taken")
 
     def timed(call: Callable[[Any], object], over: list[Any]) -> float:
         return graph_us([lambda one=one: call(one) for one in over], None, 7)

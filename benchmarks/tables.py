@@ -29,12 +29,19 @@ ROWS = [("packed", r) for r in (16, 32, 64, 128)]
 ROWS += [(form, r) for form in ("dense", "blocked", "values", "rotate") for r in (64, 128)]
 
 
+def fullest(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The run with the most cases, of several the newest: not one that was broken off, or a quick one."""
+    runs: dict[str, list[dict[str, Any]]] = {}
+    for record in records:
+        runs.setdefault(record["run"], []).append(record)
+    return max(runs.values(), key=lambda run: (len(run), records.index(run[0])))
+
+
 def rotate_quantize(records: list[dict[str, Any]]) -> str:
-    """The table of the newest run in results/gpu_rotate_quantize.jsonl."""
+    """The table of the fullest run in results/gpu_rotate_quantize.jsonl."""
     if not records:
         return "Not measured yet: `make bench` on a machine with an NVIDIA GPU fills this in."
-    run = records[-1]["run"]
-    newest = [r for r in records if r["run"] == run]
+    newest = fullest(records)
     found = {(r["form"], r["size"], r["rows"], r["width"]): r for r in newest if r["form"] != "launch"}
     shapes = [s for s in SHAPES if any(key[2:] == s for key in found)]
     lines = [
@@ -73,12 +80,12 @@ PRODUCT_TOKENS = (1, 16, 64, 128, 256, 1024, 4096)
 
 
 def matmul(records: list[dict[str, Any]]) -> str:
-    """The table of the newest run in results/gpu_matmul.jsonl, and a line of the newest with batch-invariant layers."""
+    """The table of the fullest run in results/gpu_matmul.jsonl, and a line of that with batch-invariant layers."""
     invariant = [r for r in records if r.get("batch_invariant")]
     records = [r for r in records if not r.get("batch_invariant")]
     if not records:
         return "Not measured yet: `make bench` on a machine with an NVIDIA GPU fills this in."
-    newest = [r for r in records if r["run"] == records[-1]["run"]]
+    newest = fullest(records)
     found = {(r["n"], r["k"], r["m"]): r for r in newest}
     tokens = [m for m in PRODUCT_TOKENS if any(key[2] == m for key in found)]
     lines = [
@@ -99,16 +106,21 @@ def matmul(records: list[dict[str, Any]]) -> str:
     first = newest[0]
     machine = f"{first['gpu']}, driver {first['driver']}, torch {first['torch']}, triton {first['triton']}"
     lines += ["", f"CUDA graphs, `python -m benchmarks.gpu_matmul` on {machine}, {first['date']}."]
+    # Another machine's times say nothing of these.
+    invariant = [r for r in invariant if all(r[key] == first[key] for key in ("gpu", "driver", "torch", "triton"))]
     if invariant:
-        ran = [r for r in invariant if r["run"] == invariant[-1]["run"]]
-        cost = [f"{_ratios(ran, found, m)} at {m} token{'s' * (m > 1)}" for m in (1, 64, 4096)]
-        lines[-1] += f" Times as long with `batch_invariant`, in the order of the rows: {'; '.join(cost)}."
+        ran = {(r["n"], r["k"], r["m"]): r for r in fullest(invariant)}
+        cost = [_range(ran, found, m) for m in sorted({m for _, _, m in ran.keys() & found.keys()})]
+        lines[-1] += f" With `batch_invariant` a product takes {'; '.join(cost)} times as long."
     return "\n".join(lines)
 
 
-def _ratios(records: list[dict[str, Any]], others: dict[tuple, dict[str, Any]], m: int) -> str:
-    there = [r for r in records if r["m"] == m and (r["n"], r["k"], m) in others]
-    return ", ".join(f"{r['w4a16_us'] / others[r['n'], r['k'], m]['w4a16_us']:.1f}" for r in there)
+def _range(records: dict[tuple, dict[str, Any]], others: dict[tuple, dict[str, Any]], m: int) -> str:
+    """How many times longer, over all sizes, with m tokens."""
+    times = [
+        records[key]["w4a16_us"] / others[key]["w4a16_us"] for key in records.keys() & others.keys() if key[2] == m
+    ]
+    return f"{min(times):.1f} to {max(times):.1f} ({m} token{'s' * (m > 1)})"
 
 
 def model(records: list[dict[str, Any]]) -> str:

@@ -5,7 +5,8 @@ Left out are hazards of which every access is
 - in cuBLAS's own kernels;
 - between the state that Triton hands to the warps of a warp-specialized kernel and their reading it. Barriers of all
   warps order these: the state is written before the first and between the third and the fourth, and read after the
-  first and after the fourth, as the PTX shows. Racecheck does not see it in a kernel that uses TMA besides.
+  first and after the fourth, as the PTX shows. Racecheck does not see it in a kernel that uses TMA besides. Known by
+  the two source lines that the compiler gives it, so what else it would give these is hidden too.
 """
 
 from __future__ import annotations

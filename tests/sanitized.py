@@ -56,12 +56,11 @@ def rotate_quantize() -> None:
 def ordered() -> None:
     """Rotated, and quantized and dequantized, in the order of the product's fragments."""
     encode = torch.tensor([150.0], device="cuda")
-    for matrix, factor in turns():
-        blocks = None if matrix is None else Blocks(matrix, factor, False)
+    for matrix, factor in turns()[1:]:
+        assert matrix is not None
+        blocks = Blocks(matrix, factor, False)
         for rows, width in ((5, 384), (300, 640), (1100, 1024)):
             x = torch.randn(rows, width, device="cuda").to(BF16)
-            if blocks is None:  # nothing is written then but the codes' values
-                continue
             gpu_triton.rotate(x, blocks, BF16, ordered=True)
             for fmt in FORMATS.values():
                 quantizer = Quantizer(fmt, encode if fmt == NVFP4 else None, "checkpoint", "even")
@@ -107,7 +106,15 @@ def matmul_many() -> None:
                     many(x, weight, alpha, one, alpha, workspace(x.device), chosen=cut)
                 if hopper:
                     many(x, weight, alpha, one, None, workspace(x.device))
-                    many(x, weight, alpha, one, None, workspace(x.device), chosen=ManyCut(128, 256, 1, True, 1))
+                    forms = [
+                        ManyCut(128, 256, 1, True, 1),
+                        ManyCut(128, 128, 1, False, 1, 4),
+                        ManyCut(256, 32, 2, False, 1),
+                    ]
+                    for cut in forms:
+                        many(x, weight, alpha, one, None, workspace(x.device), chosen=cut)
+                    if fmt == NVFP4:
+                        many(x.half(), weight, alpha, one, None, workspace(x.device))
 
 
 def fp8() -> None:

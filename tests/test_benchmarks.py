@@ -108,12 +108,15 @@ def test_the_table_of_products_is_of_the_newest_run() -> None:
     about = {"gpu": "NVIDIA X", "driver": "1.2", "torch": "2.13", "triton": "3.6", "date": "2026-01-02"}
     old = {"m": 1, "n": 4096, "k": 64, "floor_us": 3.0, "library_us": 9.0, "w4a16_us": 77.0, "run": "a", **about}
     new = [{**old, "w4a16_us": 4.0, "run": "b"}, {**old, "m": 256, "w4a16_us": 18.0, "run": "b"}]
-    slow = {**old, "run": "c", "batch_invariant": True}
-    text = tables.matmul([old, *new, slow])
+    slow = {**old, "run": "c", "batch_invariant": True, "w4a16_us": 6.0}
+    other = {**slow, "run": "d", "gpu": "NVIDIA Y", "w4a16_us": 44.0}
+    text = tables.matmul([old, *new, slow, other, {**new[0], "run": "e", "w4a16_us": 77.0}])
     assert "| N × K | 1 token | 256 tokens | of the floor |" in text
     assert "| 4096 × 64 | 4.0 (2.25) | 18.0 (0.50) | 0.75 |" in text
-    assert "77" not in text
+    assert "77" not in text, "of a run that was broken off"
     assert "NVIDIA X, driver 1.2, torch 2.13, triton 3.6, 2026-01-02" in text
+    assert text.endswith("With `batch_invariant` a product takes 1.5 to 1.5 (1 token) times as long.")
+    assert "batch_invariant" not in tables.matmul([*new, other])
 
 
 def test_the_table_of_models_compares_with_bf16_in_the_same_run() -> None:

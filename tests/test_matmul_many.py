@@ -240,6 +240,8 @@ def test_decoding_and_ordering_move_16_bytes_at_a_time(capability: int) -> None:
 
 
 CASES = [
+    (100, 512, 4160, BF16, NVFP4, shape(128, 1)._replace(inside=4)),
+    (20, 333, 4096, BF16, MXFP4, shape(32, 1)._replace(inside=8)),
     (20, 500, 4096, BF16, NVFP4, Cut(256, 32, 2, False, 1)), (130, 333, 4160, BF16, NVFP4, shape(128, 4, True)),
     (64, 512, 4096, BF16, MXFP4, shape(64, 2, True)), (70, 512, 1024, FP16, NVFP4, shape(128, 1, True)),
     (20, 512, 4096, BF16, NVFP4, shape(32, 8)), (37, 464, 464, BF16, NVFP4, shape(64, 1)),

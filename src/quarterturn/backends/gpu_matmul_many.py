@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..errors import BackendRefusal, refusal
 from ..formats import MXFP4, FP4Format
 from ..weight_layout import Fragments
 from .gpu_launch import _Described, capability, multiprocessors
@@ -72,6 +73,8 @@ def invariant_cut(m: int, n: int, k: int, multiprocessors: int) -> Cut:
 
 
 def _parts(k: int) -> int:
+    """By K alone: parts of 2 to 10 chunks, so many that few rows of 4096 outputs and more fill an H200. All results of
+    batch-invariant layers hang on it: a change of it changes their bits."""
     chunks = -(-k // 256)
     return 8 if chunks > 40 else 4 if chunks >= 8 else 2 if chunks >= 4 else 1
 
@@ -150,7 +153,7 @@ def many(
     if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:
         x = x.clone(memory_format=torch.contiguous_format)
     how = chosen or cut(m, n, k, multiprocessors(x.device), ordered)
-    assert how.inside <= weight.scales.shape[1], "a part of K without a chunk"
+    assert how.inside == 1 or how.split * how.inside <= weight.scales.shape[1], "a part of K without a chunk"
     if not ordered and not how.natural:
         x = order(x)
     tiles16, blocks = weight.codes.shape[:2]
@@ -226,7 +229,14 @@ def launcher(config: Config) -> Callable[..., None]:
         launch_pdl=True, grid=(1,),
     )  # fmt: skip
     there, want = ring_ptx.barriers_in(compiled.asm["ptx"]), barriers_at(how.rows, how.tokens, how.natural)
-    assert there == want, f"this Triton lays out shared memory in another way: barriers at {there}, not at {want}"
+    if there != want:
+        raise refusal(
+            "fp4_matmul",
+            "this Triton lays out shared memory in another way than the kernel's own code expects.",
+            needs=[(f"barriers at byte {want}", there)],
+            do='pip install triton==3.6.0, or choose weights="decoded"',
+            kind=BackendRefusal,
+        )
     compiled._init_handles()
     index, run, function, metadata = config.device.index, compiled.run, compiled.function, compiled.packed_metadata
     constexprs = [constants[name] for name in kernel.arg_names if name in constants]
