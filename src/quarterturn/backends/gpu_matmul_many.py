@@ -233,7 +233,7 @@ def launcher(config: Config) -> Callable[..., None]:
         raise refusal(
             "fp4_matmul",
             "this Triton lays out shared memory in another way than the kernel's own code expects.",
-            needs=[(f"barriers at byte {want}", there)],
+            needs=[(f"barriers at byte {want}", str(there))],
             do='pip install triton==3.6.0, or choose weights="decoded"',
             kind=BackendRefusal,
         )

@@ -131,9 +131,10 @@ def matmul(
         scale = gpu_launch._constant(1.0, x.device) if x_tensor_scale is None else x_tensor_scale.view(-1)
         bias = None if bias is None else bias.float()
         if out_dtype == x.dtype and _hopper(x):
+            chosen = None if invariant else many_cut(x.device, m, n, k)
             if invariant:
                 chosen = invariant_cut(m, n, k, gpu_launch.multiprocessors(x.device))
-            elif (chosen := many_cut(x.device, m, n, k)) is not None:
+            elif chosen is not None:
                 chosen = chosen._replace(natural=chosen.natural and not ordered)
             return many(x, fragments, alpha, scale, bias, _space(x.device), out, ordered, chosen)
         assert not ordered
