@@ -1,4 +1,4 @@
-/* Products of two rows and more on a CPU with AMX (W4A16: of one and more): 4-bit weights decoded into tiles, fp32 sums,
+/* Products on a CPU with AMX, from two rows on (W4A16: from one): 4-bit weights decoded into tiles, fp32 sums,
  * the epilogue in the same pass.
  *
  *   y[m,n] = (sum_k x[m,k] * e2m1(w[n,k]) * w_scale[n,k/g]) * (w_tensor_scale[range of n] * x_tensor_scale[m])
