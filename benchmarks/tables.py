@@ -169,10 +169,45 @@ def vllm_cpu(records: list[dict[str, Any]]) -> str:
     return "\n".join([*lines, "", f"{origin}`python -m benchmarks.vllm_cpu` on {where}, {record['date']}."])
 
 
+CPU_WAYS = {
+    "bf16": "bf16 `F.linear`",
+    "quarterturn": "W4A4 NVFP4, hadamard:16, as `auto` runs it (weights packed)",
+    "quarterturn, decoded": "the same, weights decoded to bf16",
+    "quarterturn, any_torch": "the same, `any_torch`",
+    "compressed-tensors": "compressed-tensors in Transformers, which leaves the rotation out",
+}
+"""Names in results/cpu_model.jsonl, but that of 'quarterturn, packed', which is what `auto` runs."""
+
+
+def cpu_model(records: list[dict[str, Any]]) -> str:
+    """The table of the newest run of all ways in results/cpu_model.jsonl, by the model's own weights."""
+    whole = [r for r in records if not r["random"] and set(CPU_WAYS) <= set(r["results"])]
+    if not whole:
+        return "Not measured yet: `python -m benchmarks.cpu_model` fills this in."
+    record = whole[-1]
+    lines = [
+        f"| way | perplexity over {record['tokens']:,} tokens, s | of bf16 | decoding, tokens/s | of bf16 "
+        "| peak memory, MiB |",
+        "|---|---|---|---|---|---|",
+    ]
+    bf16 = record["results"]["bf16"]
+    for way, name in CPU_WAYS.items():
+        found = record["results"][way]
+        seconds, speed = found["perplexity_s"], found["decode_tokens_per_s"]
+        lines.append(
+            f"| {name} | {seconds:.1f} | {seconds / bf16['perplexity_s']:.2f} | {speed:.1f} | "
+            f"{speed / bf16['decode_tokens_per_s']:.2f} | {found['peak_mib']:.0f} |"
+        )
+    where = f"{record['processor']}, {record['threads']} threads, torch {record['torch']}"
+    origin = "SmolLM2-135M, windows of 512 tokens, then 48 tokens one by one; `python -m benchmarks.cpu_model` on"
+    return "\n".join([*lines, "", f"{origin} {where}, {record['date']}."])
+
+
 TABLES: dict[str, tuple[str, Callable[[list[dict[str, Any]]], str]]] = {
     "rotate_quantize": ("gpu_rotate_quantize", rotate_quantize),
     "matmul": ("gpu_matmul", matmul),
     "model": ("gpu_model", model),
+    "cpu_model": ("cpu_model", cpu_model),
     "vllm_cpu": ("vllm_cpu", vllm_cpu),
 }
 

@@ -6,6 +6,8 @@ without one is told so in red, because a suite that is green for want of hardwar
 Those of the GPU tests that are also marked `interpreter` are small enough for Triton's interpreter, which runs the
 same kernels on a CPU: `TRITON_INTERPRET=1 pytest -m interpreter`, a process of its own since triton asks when it is
 imported. Those also marked `blackwell` need such a GPU (capability 10.0, 10.3 or 12.0), and fail on any other.
+
+`amx` is the same for CPUs: `make test` leaves these out by name on a CPU without AMX, and there they fail.
 """
 
 from __future__ import annotations
@@ -27,9 +29,15 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs an NVIDIA GPU; fails, and does not skip, where there is none")
     config.addinivalue_line("markers", "interpreter: a gpu test that also runs on a CPU where TRITON_INTERPRET=1")
     config.addinivalue_line("markers", "blackwell: a gpu test that needs a capability of 10.0, 10.3 or 12.0")
+    config.addinivalue_line("markers", "amx: needs a CPU with AMX; fails, and does not skip, on any other")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("amx") is not None:
+        from quarterturn.backends import cpu_native
+
+        if not cpu_native._has_tiles():
+            pytest.fail('this test needs a CPU with AMX; leave it out with -m "not (gpu or amx)"', pytrace=False)
     if item.get_closest_marker("gpu") is None:
         return
     if torch.cuda.is_available() and not INTERPRETED:

@@ -149,6 +149,23 @@ def test_the_table_of_the_engine_is_of_the_newest_run() -> None:
     assert tables.vllm_cpu([]).startswith("Not measured yet")
 
 
+def test_the_table_of_a_model_on_a_cpu_is_of_the_newest_run_of_all_ways() -> None:
+    def made(seconds: float, **more) -> dict:
+        bf16 = {"perplexity_s": 4.0, "decode_tokens_per_s": 20.0, "peak_mib": 998.0}
+        results = {way: bf16 | {"perplexity_s": seconds} for way in tables.CPU_WAYS} | {"bf16": bf16}
+        about = {"processor": "X", "threads": 2, "torch": "2.13", "date": "2026-01-02"}
+        return {"random": False, "tokens": 8192, "results": results, **about, **more}
+
+    one_way = made(44.0)
+    one_way["results"] = {"bf16": one_way["results"]["bf16"]}
+    text = tables.cpu_model([made(55.0), made(5.0), made(66.0, random=True), one_way])
+    assert "perplexity over 8,192 tokens" in text
+    assert "| the same, `any_torch` | 5.0 | 1.25 | 20.0 | 1.00 | 998 |" in text
+    assert "X, 2 threads, torch 2.13, 2026-01-02" in text
+    assert not any(number in text for number in ("55.0", "66.0", "44.0"))
+    assert tables.cpu_model([one_way]).startswith("Not measured yet")
+
+
 def test_the_floor_of_a_product() -> None:
     assert gpu_matmul.floor_us(1, 28672, 4096) == (28672 * 4096 * 9 / 16 + 2 * (28672 + 4096)) / 4.27e6
     assert gpu_matmul.floor_us(4096, 4096, 4096) == 2 * 4096**3 / 790e6

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -14,17 +15,16 @@ import pytest
 import torch
 from torch import Tensor
 
+import cpu_cases
 from comparing import BF16_UNIT, FP32_UNIT, UNIT, assert_refused, assert_same_bits
+from cpu_cases import CPU, DTYPES, ENCODE, every_dtype, every_format, hard_rows, many_rows, packed, quantizer
 from quarterturn import FP4Tensor, hadamard, ops, random_hadamard, reference
-from quarterturn.backends import Layer, Quantizer, Weight, any_torch, cpu_native, op_backend, select
+from quarterturn.backends import any_torch, cpu_native, op_backend, select
 from quarterturn.formats import E8M0_RULES, FORMATS, NVFP4
 from quarterturn.kernels import cpu_build
 
-CPU = torch.device("cpu")
-DTYPES = [torch.bfloat16, torch.float16, torch.float32]
-ENCODE = 37.5
-every_format = pytest.mark.parametrize("format", FORMATS)
-every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+kernels, threads = cpu_cases.kernels, cpu_cases.threads
+pytestmark = pytest.mark.usefixtures("kernels")
 TRANSFORMS: dict[str, tuple[Callable[[], Tensor], float]] = {
     "sylvester16": (lambda: hadamard(16).matrix, 16**-0.5),
     "sylvester32": (lambda: hadamard(32).matrix, 32**-0.5),
@@ -34,44 +34,6 @@ TRANSFORMS: dict[str, tuple[Callable[[], Tensor], float]] = {
     "dense12": (lambda: torch.randn(12, 12, dtype=torch.float64), 1.0),
     "dense64": (lambda: torch.randn(64, 64, dtype=torch.float64) / 8, 1.0),
 }
-
-
-@pytest.fixture(autouse=True)
-def _kernels() -> None:
-    """Without a compiler these tests fail: a suite that is green for want of the kernels says nothing."""
-    assert cpu_build.reasons() == []
-
-
-@pytest.fixture
-def threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
-
-
-def hard_rows(k: int, dtype: torch.dtype) -> Tensor:
-    """(rows, k): noise over the range of the dtype, ties and their neighbours, zeros of both signs, and no numbers."""
-    ties = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0])
-    steps = torch.cat((ties, ties.nextafter(torch.tensor(9.0)), ties.nextafter(torch.tensor(0.0)), -ties))
-    exponents = torch.tensor([-140, -126, -24, -14, -9, -6, 0, 6, 9, 15, 100, 126], dtype=torch.float64)
-    noise = (torch.randn(12, k, dtype=torch.float64) * torch.pow(2.0, exponents).view(-1, 1)).float()
-    rows = [
-        *noise,
-        *(steps.repeat(-(-k // 32))[:k] * 2.0**e for e in (-12, -3, 0, 3, 9)),
-        torch.zeros(k),
-        -torch.zeros(k),
-    ]
-    mixed = torch.randn(6, k)
-    mixed[0, k // 2 :] = 0
-    mixed[1, 3], mixed[2, k - 1], mixed[3, 0] = float("nan"), float("inf"), -float("inf")
-    mixed[4, ::7], mixed[5, :16] = -0.0, 1e-30
-    return torch.cat((torch.stack(rows), mixed)).to(dtype)
-
-
-def quantizer(format: str, recipe: str = "checkpoint") -> dict[str, object]:
-    given = format == "nvfp4" and recipe == "checkpoint"
-    return {"format": format, "recipe": recipe, "encode_scale": torch.tensor([ENCODE]) if given else None}
 
 
 def assert_quantizes_as_specified(
@@ -143,21 +105,6 @@ def test_rotation_is_the_rounded_float64_one(dtype: torch.dtype, name: str) -> N
     want = reference.rotate(x, matrix, factor)
     got = ops.rotate(x, matrix, factor, out_dtype=torch.float32, backend="cpu_native")
     assert_same_bits(got, want.float())
-
-
-def packed(n: int, k: int, format: str, sizes: tuple[int, ...] | None = None) -> FP4Tensor:
-    """Random codes with scales of a usual spread; one tensor scale per range."""
-    fmt = FORMATS[format]
-    codes = torch.randint(0, 256, fmt.codes_shape(n, k), dtype=torch.uint8)
-    low, high = (0x20, 0x60) if format == "nvfp4" else (118, 131)
-    scale = torch.randint(low, high, fmt.scale_shape(n, k), dtype=torch.uint8).view(fmt.scale_dtype)
-    parts = sizes or (n,)
-    return FP4Tensor(codes, scale, torch.rand(len(parts)) + 0.5, None, fmt, parts)
-
-
-def operand_weight(weight: FP4Tensor) -> Weight:
-    scale = weight.block_scale.view(torch.uint8)
-    return Weight(weight.codes, scale, weight.tensor_scale, weight.output_sizes, weight.format)
 
 
 def product64(x: Tensor, x_scale: Tensor, weight: FP4Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -254,28 +201,11 @@ def test_quantizing_does_not_depend_on_the_rows_or_the_threads(threads: None) ->
 @pytest.mark.parametrize("decoded", [False, True])
 def test_many_rows_are_the_few(decoded: bool, activations: str, dtype: torch.dtype, format: str, threads: None) -> None:
     """Tiles, where there are such, and the library's product give what the kernels' own product gives for few rows, up
-    to the order of sums; a row does not depend on the rows beside it, nor on what lies in memory behind them."""
-    in_tiles = cpu_native._has_tiles() and (dtype == torch.bfloat16 or (activations, format) == ("fp4", "nvfp4"))
-    rows = cpu_native.FEW_ROWS
-    odd = 1104 if format == "nvfp4" else 1120  # no whole number of 32, or of 64
-    for n, k, turn in ((37, 96, hadamard(32)), (150, odd, hadamard(16)), (32, 32, None)):
-        weight, bias = packed(n, k, format, (16, n - 16)), torch.randn(n)
-        data = weight.values(torch.bfloat16) if decoded else weight.codes
-        scale = None if decoded else weight.block_scale.view(torch.uint8)
-        side = (None, 1.0) if turn is None else (turn.matrix.float(), turn.factor)
-        x = torch.randn(9 * rows + 3, k).to(dtype)
-        encode = torch.tensor([ENCODE]) if format == "nvfp4" else None
-
-        def run(x: Tensor, given=(data, scale, weight, bias, side, encode), own: bool = False) -> Tensor:
-            data, scale, weight, bias, side, encode = given
-            return torch.ops.quarterturn.fp4_linear(
-                x, data, scale, weight.tensor_scale, weight.output_sizes, bias, format, *side, False, None, 1.0, False,
-                activations == "fp4", encode, "checkpoint", "even", "cpu_native", None, own,
-            )  # fmt: skip
-
+    to the order of sums."""
+    for x, weight, bias, side, run in many_rows(decoded, activations, dtype, format):
         whole = run(x)
         assert bool(whole.isfinite().all())
-        few = torch.cat([run(part, own=not decoded) for part in x.split(rows)])
+        few = torch.cat([run(part, own=not decoded) for part in x.split(cpu_native.FEW_ROWS)])
         # Each of the two is off by K sums in fp32 of the same terms and by the rounding of its result; the library's
         # product rounds its sum besides, and W4A16's rotated input is rounded to dtype, in either way.
         if activations == "fp4":
@@ -284,37 +214,25 @@ def test_many_rows_are_the_few(decoded: bool, activations: str, dtype: torch.dty
         else:
             terms = (x if side[0] is None else ops.rotate(x, *side, backend="cpu_native")).double().abs()
         terms = terms @ (weight.values().double() * weight.row_scale().double()).abs().T + bias.double().abs()
-        bound = 2 * (k + 3) * FP32_UNIT * terms + 3 * UNIT[dtype] * (whole.double().abs() + bias.double().abs())
+        bound = 2 * (x.shape[1] + 3) * FP32_UNIT * terms + 3 * UNIT[dtype] * (
+            whole.double().abs() + bias.double().abs()
+        )
         assert bool(((whole.double() - few.double()).abs() <= bound).all())
-        if in_tiles:
-            x[5 * rows] = float("nan")
-            changed = run(x)
-            assert bool(changed[5 * rows].isnan().all())
-            changed[5 * rows] = whole[5 * rows]
-            assert_same_bits(changed, whole, "the rows beside one that is no number")
-            for some in (cpu_native.TILES_FROM, 5, 16, 17, 32, 33, rows, rows + 1):
-                assert_same_bits(run(x[:some]), whole[:some], f"{some} rows")
-            torch.set_num_threads(1)
-            assert_same_bits(run(x[: rows + 6]), whole[: rows + 6], "one thread")
-            torch.set_num_threads(2)
 
 
-def cpu_flags() -> set[str]:
-    file = Path("/proc/cpuinfo")
-    lines = file.read_text().splitlines() if file.exists() else []
-    return set(next((line for line in lines if line.startswith("flags")), "").split())
-
-
-@pytest.mark.skipif(not cpu_flags(), reason="asks Linux what the CPU has")
-def test_tiles_are_used_where_the_machine_has_them() -> None:
-    """Or the tests of them would hold of nothing. Where the system withholds the tiles of a CPU that has them (the flag
-    is there, and asking for them fails), no kernel may use them."""
-    has = {"amx_tile", "amx_bf16", "avx512bw", "avx512vbmi"} <= cpu_flags()
-    granted = has and torch.cpu._init_amx()
-    layer = Layer(operand_weight(packed(32, 64, "nvfp4")), None, None, None, Quantizer(NVFP4, torch.tensor([ENCODE])))
-    form = cpu_native.operand(torch.randn(100, 64).bfloat16(), layer).form
-    assert cpu_native._has_tiles() == granted
-    assert (form == cpu_native.TILES) == granted
+@every_format
+def test_the_table_that_tiles_are_decoded_by_is_right_on_any_cpu(format: str) -> None:
+    """Every code under every scale byte, in the upper half of an fp32."""
+    fmt = FORMATS[format]
+    address = cpu_build.library().qt_values()
+    tables = torch.tensor((ctypes.c_uint16 * (2 * 256 * 16)).from_address(address), dtype=torch.int32)
+    got = (tables.view(2, 256, 16)[int(format == "mxfp4")] << 16).view(torch.float32)
+    pairs = torch.arange(0, 16, 2) | torch.arange(1, 17, 2) << 4
+    codes = pairs.to(torch.uint8).repeat(256, fmt.group_size // 16)
+    scale = torch.arange(256, dtype=torch.uint8).view(256, 1)
+    want = FP4Tensor(codes, scale.view(fmt.scale_dtype), torch.ones(1), None, fmt, (256,)).values()[:, :16]
+    same = got.view(torch.int32).eq(want.view(torch.int32)) | (got.isnan() & want.isnan())
+    assert bool(same.all()), (~same).nonzero()[:3].tolist()
 
 
 # ---- building
@@ -409,13 +327,15 @@ def test_the_portable_form_gives_the_same_bits(fresh: Path, monkeypatch: pytest.
 
 
 def test_every_width_compiles(tmp_path: Path) -> None:
-    """Forms that this machine cannot run must still be C: AMX, AVX512 with its dot product, and plain x86-64."""
+    """Forms that this machine cannot run must still be C: AMX, AVX512 with its dot product, and plain x86-64. What is
+    called from other files is declared once, in the header, where its definition is held to it."""
     folder = Path(cpu_build.__file__).parent
     for width in (
         ("x86-64", "x86-64-v3", "icelake-server", "sapphirerapids") if os.uname().machine == "x86_64" else ("native",)
     ):
         for source in cpu_build.SOURCES:
             command = ["cc", f"-march={width}", "-std=gnu11", "-Wall", "-Wextra", "-Werror", "-Wno-psabi", "-c"]
+            command += ["-Wmissing-prototypes", "-Wredundant-decls"]
             done = subprocess.run(
                 [*command, str(folder / source), "-o", str(tmp_path / "o")], capture_output=True, text=True, check=False
             )
@@ -442,26 +362,3 @@ def test_the_layer_in_one_call_is_the_layer_in_parts(rows: int) -> None:
         *side, False, None, 1.0, False, True, encode, "checkpoint", "even", "cpu_native",
     )  # fmt: skip
     assert_same_bits(got, want)
-
-
-@every_format
-@pytest.mark.parametrize("rows", [32, 64])
-def test_tiles_multiply_by_what_a_weight_decodes_to(rows: int, format: str) -> None:
-    """Every code under every scale byte, picked out by rows of an identity: for few rows of x and for many."""
-    if not cpu_native._has_tiles():
-        pytest.skip("no AMX on this CPU: its products are not run")
-    fmt, k = FORMATS[format], 64
-    groups = k // fmt.group_size
-    scale = torch.arange(256, dtype=torch.uint8).repeat_interleave(groups).view(256, groups)
-    codes = torch.arange(16, dtype=torch.uint8).repeat(256, 2)
-    codes = codes | codes.flip(1) << 4
-    weight = FP4Tensor(codes, scale.view(fmt.scale_dtype), torch.ones(1), None, fmt, (256,))
-    want = weight.values()
-    numbers = want.isfinite().all(1)
-    # The tile unit takes numbers below 2^-126 for zero.
-    want = torch.where(want.abs() < 2.0**-126, 0, want)
-    for first in range(0, k, rows):
-        x = torch.eye(k)[first : first + rows].bfloat16()
-        got = ops.fp4_matmul(x, weight=weight, out_dtype=torch.float32, backend="cpu_native").T
-        assert torch.equal(got[numbers], want[numbers, first : first + rows])
-        assert bool(got[~numbers].isnan().all())

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from . import checks
 from .backends import Backend, Layer, Operand, Selection, compose
+from .backends.kept import wait_for_writes
 from .errors import refusal
 
 
@@ -129,15 +130,14 @@ class Decided(NamedTuple):
 def in_place_of(old: Tensor | None, new: Tensor | None) -> Tensor | None:
     """`new`, in the memory of `old` where it fits: a CUDA graph that was captured reads there.
 
-    The copy has ended on return, since kernels may ask for weights before those launched before them have ended.
+    The copy has ended on return.
     """
     if old is None or new is None or old.is_inference() or type(old) is not type(new):
         return new
     if (old.shape, old.dtype, old.device) != (new.shape, new.dtype, new.device):
         return new
     old.copy_(new)
-    if old.is_cuda and not torch.cuda.is_current_stream_capturing():
-        torch.cuda.current_stream(old.device).synchronize()
+    wait_for_writes(old.device)
     return old
 
 

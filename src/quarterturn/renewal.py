@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from .backends.kept import misfits, write_over
+from .backends.kept import misfits, wait_for_writes, write_over
 
 HELD = ("codes", "block_scale", "encode_scale", "input_encode_scale", "bias")
 DERIVED = ("tensor_scale", "values")
@@ -37,7 +37,7 @@ class Renewal:
 
     @torch.no_grad()
     def write(self) -> None:
-        """The old layer's derived tensors, in their places, with what the fresh one's have."""
+        """The old layer's derived tensors, in their places, with what the fresh one's have: there on return."""
         assert not self.misfits, self.misfits
         for _, mine, other in self._pairs:
             write_over(mine, other)
@@ -46,3 +46,4 @@ class Renewal:
         for matrix, transform in ((old.input_matrix, old.input_transform), (old.output_matrix, old.output_transform)):
             if matrix is not None:
                 matrix.data.copy_(transform.matrix)
+        wait_for_writes(old.tensor_scale.device)

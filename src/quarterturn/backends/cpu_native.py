@@ -5,12 +5,15 @@
 | does not  | QuTLASS's MXFP4 recipe (any_torch computes that one, with the same bits) |
 | run on    | x86-64 with AVX2; x86-64 with AVX-512 and AMX |
 
-Packed weights are multiplied by packed activations: integer products of the codes, exact in every group, times the
-scales in fp32, so that a row's bits do not depend on the batch, neither in the quantization nor in the product. More
-than one row, and one that is unquantized (W4A16), goes through the bf16 tiles of AMX where there are such, the weights
-decoded on the way. Elsewhere many rows, where unquantized or on a CPU with other bf16 instructions, go through the
-library's product, for which slices of the weights are decoded.
-Batch-invariant layers take the integer products, or unquantized the fp32 ones of the same kernels, for every row.
+Three products take packed weights. The kernels' own is of integers for packed activations, exact in every group, times
+the scales in fp32, and of fp32 for unquantized ones (W4A16). On a CPU with AMX layers go through its bf16 tiles
+instead, fp32 sums with the weights decoded on the way: W4A16 of bf16 inputs always, W4A4 of bf16 inputs or in NVFP4
+from two rows on. What does not goes through the library's product from 65 rows on, where it is unquantized or the CPU
+has bf16 instructions; slices of the weights are decoded for it. `ops.fp4_matmul` of packed x takes integers up to 64
+rows there too. In the first two products a row's bits depend on neither the rows beside it nor the threads; but they
+differ from one product to another, so that on a CPU with AMX a W4A4 row alone can have other bits than beside a second
+one. Layers with `batch_invariant` take the kernels' own product for every row. Quantization depends on no other row in
+any case.
 z is summed in float64 in a fixed order; but any_torch turns by wide matrices that are products of smaller ones, which
 for these kernels would be dense: see factors.py.
 """

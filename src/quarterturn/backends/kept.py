@@ -1,4 +1,5 @@
-"""What a backend has made of a tensor, kept beside the tensor as long as it lives and is not written to."""
+"""What a backend has made of a tensor, kept beside the tensor as long as it lives and is not written to; and how one
+record is written over by another."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import ctypes
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -49,7 +51,8 @@ def misfits(old: Any, new: Any, name: str = "it") -> list[tuple[str, str]]:
     tensors of another dtype or shape, a tensor on one side alone, other values beside the tensors; [] where it can."""
     inner: list[tuple[str, Any, Any]] = []
     if type(old) is type(new) and isinstance(old, tuple) and len(old) == len(new):
-        inner = [(f"{name}[{i}]", mine, other) for i, (mine, other) in enumerate(zip(old, new, strict=True))]
+        names = [f".{field}" for field in getattr(old, "_fields", ())] or [f"[{i}]" for i in range(len(old))]
+        inner = [(name + part, mine, other) for part, mine, other in zip(names, old, new, strict=True)]
     elif type(old) is type(new) and is_dataclass(old):
         inner = [(f"{name}.{e.name}", getattr(old, e.name), getattr(new, e.name)) for e in fields(old)]
     elif (needed := _form(old)) != (found := _form(new)):
@@ -61,19 +64,24 @@ def _form(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
     if isinstance(value, tuple):
-        return f"{len(value)} parts"
+        return f"{len(value)} part{'s' * (len(value) != 1)}"
     return type(value).__name__ if is_dataclass(value) else "none" if value is None else repr(value)
 
 
 def write_over(old: Any, new: Any) -> None:
     """The tensors in a record or tuple, and in those within, written over by those of another of its kind: in place,
     and without a trace in their versions, so that what was made for a captured CUDA graph is read with new values.
-
-    Raises ValueError, before anything is written, where the two do not fit.
-    """
-    if pairs := misfits(old, new):
-        raise ValueError(f"needs {pairs[0][0]}; found {pairs[0][1]}")
+    The two must have no `misfits`; see `wait_for_writes`."""
+    pairs = misfits(old, new)
+    assert not pairs, pairs
     _write(old, new)
+
+
+def wait_for_writes(device: torch.device) -> None:
+    """Returns when all that was written on a GPU's current stream is there: kernels may ask for weights before those
+    launched before them have ended, and on other streams."""
+    if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+        torch.cuda.current_stream(device).synchronize()
 
 
 def _write(old: Any, new: Any) -> None:

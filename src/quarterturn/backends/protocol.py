@@ -133,8 +133,8 @@ class Backend(Protocol):
 
     def prepare(self, weight: FP4Tensor, mode: str) -> Tensor | None:
         """What a layer keeps of its weight for `mode` 'auto', 'packed' or 'decoded': the `data` of a Weight without
-        block scales, or None where the stored form is what it runs on. Equal weights may so have other forms than
-        weights of other values: see Weight."""
+        block scales, or None where the stored form is what it runs on. The form may depend on the weight's values: see
+        Weight."""
 
     def rotate(self, x: Tensor, blocks: Blocks, out_dtype: torch.dtype) -> Tensor:
         """x (M, K) -> x @ V per block, (M, K) of out_dtype, to fp32 accuracy."""

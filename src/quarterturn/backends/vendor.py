@@ -212,14 +212,16 @@ def prepared(layer: Layer, name: str, make: Callable[[Weight], tuple[Part, ...]]
 
 
 def renewal(old: Layer, new: Layer, name: str, make: Callable[[Weight], tuple[Part, ...]]) -> list[tuple[Any, Any]]:
-    """What was made of the weight of `old` under a backend's name, each with what `new`'s gives."""
+    """What was made of the weight of `old` under a backend's name, each once, with what `new`'s gives."""
     kept: Prepared | None = old.kept.get(name)
     beside = _KEPT.of(old.weight.data).get(name)
     if kept is None and beside is None:
         return []
     fresh = prepared(new, name, make)
-    pairs: list[tuple[Any, Any]] = [] if beside is None else [(beside[1], fresh.parts)]
-    return pairs if kept is None else [*pairs, (kept, fresh)]
+    pairs: list[tuple[Any, Any]] = [] if kept is None else [(kept, fresh)]
+    if beside is not None and (kept is None or beside[1] is not kept.parts):
+        pairs.append((Prepared(beside[1], ()), Prepared(fresh.parts, ())))
+    return pairs
 
 
 def _kept_parts(weight: Weight, name: str, make: Callable[[Weight], tuple[Part, ...]]) -> tuple[Part, ...]:

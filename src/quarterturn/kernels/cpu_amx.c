@@ -1,4 +1,5 @@
-/* Products of many rows on a CPU with AMX: 4-bit weights decoded into tiles, fp32 sums, the epilogue in the same pass.
+/* Products on a CPU with AMX, from two rows on (W4A16: from one): 4-bit weights decoded into tiles, fp32 sums,
+ * the epilogue in the same pass.
  *
  *   y[m,n] = (sum_k x[m,k] * e2m1(w[n,k]) * w_scale[n,k/g]) * (w_tensor_scale[range of n] * x_tensor_scale[m])
  *            + bias[n]
@@ -14,10 +15,26 @@
  * Up to FEW_M rows the decoding is what costs, and the operands change places: rows of w then lie in tiles as they are
  * decoded, and the few tiles of x are transposed instead, once. The sums are the same, bit for bit.
  * Where compiler, processor or system lack AMX, qt_amx_ready says no and the product is not to be called.
- * Does not: check arguments (ops.py does), own threads, keep state but a table that qt_amx_ready fills.
- * The tests are tests/test_cpu_native.py.
+ * Does not: check arguments (ops.py does), own threads, keep state but a table that qt_values fills; it is the same on
+ * every CPU, and tested there.
+ * The tests are tests/test_cpu_amx.py.
  */
 #include "cpu_common.h"
+
+/* bf16 values of the sixteen codes times each scale byte, of E4M3 and of E8M0. */
+static uint16_t VALUES[2][256][16] __attribute__((aligned(64)));
+
+const uint16_t *qt_values(void) {
+    static const float e2m1[16] = {0, .5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -.5f, -1, -1.5f, -2, -3, -4, -6};
+    for (int i = 0; i < 256; i++) {
+        uint8_t byte[8] = {(uint8_t)i};
+        float s[2][8];
+        scale_values(byte, 1, 16, 1.0f, s[0]), scale_values(byte, 1, 32, 1.0f, s[1]);
+        for (int c = 0; c < 16; c++) /* the upper halves are exact: the values have few bits */
+            for (int f = 0; f < 2; f++) VALUES[f][i][c] = (uint16_t)(bits(e2m1[c] * s[f][0]) >> 16);
+    }
+    return VALUES[0][0];
+}
 
 #if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AVX512BW__) && defined(__AVX512VBMI__) && \
     defined(__linux__)
@@ -42,23 +59,9 @@ static void take_tiles(void) {
     _tile_loadconfig(&t);
 }
 
-/* bf16 values of the sixteen codes times each scale byte, of E4M3 and of E8M0. */
-static uint16_t VALUES[2][256][16] __attribute__((aligned(64)));
-
-static void make_values(void) {
-    static const float e2m1[16] = {0, .5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -.5f, -1, -1.5f, -2, -3, -4, -6};
-    for (int i = 0; i < 256; i++) {
-        uint8_t byte[8] = {(uint8_t)i};
-        float s[2][8];
-        scale_values(byte, 1, 16, 1.0f, s[0]), scale_values(byte, 1, 32, 1.0f, s[1]);
-        for (int c = 0; c < 16; c++) /* the upper halves are exact: the values have few bits */
-            for (int f = 0; f < 2; f++) VALUES[f][i][c] = (uint16_t)(bits(e2m1[c] * s[f][0]) >> 16);
-    }
-}
-
 /* The system saves the tiles' eight kilobytes per thread for those alone that ask. */
 int qt_amx_ready(void) {
-    make_values();
+    qt_values();
     return syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
 }
 

@@ -34,10 +34,12 @@ _SIGNATURES = {
     "qt_linear": [_P, _I, _P, _I, _I, _I, _P, _I, _I, _I],
     "qt_amx_matmul": [_P, _P, _P, _I, _I, _P, _I, _I],
     "qt_amx_ready": [],
+    "qt_values": [],
     "qt_decode": [_P, _P, _I, _I, _I, _P, _I, _I],
     "qt_set_pool": [_P],
 }
-_ANSWERLESS = ("qt_decode", "qt_set_pool")
+_ANSWERS = {"qt_decode": None, "qt_set_pool": None, "qt_values": _P}
+"""Of those that do not answer an int."""
 
 
 class Layer(ctypes.Structure):
@@ -79,7 +81,7 @@ def library() -> ctypes.CDLL:
     for name, arguments in _SIGNATURES.items():
         function = getattr(loaded, name)
         function.argtypes = arguments
-        function.restype = None if name in _ANSWERLESS else ctypes.c_int
+        function.restype = _ANSWERS.get(name, ctypes.c_int)
     pool = _openmp_pool()
     if pool is not None:
         loaded.qt_set_pool(pool)

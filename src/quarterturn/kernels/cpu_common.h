@@ -150,3 +150,18 @@ typedef struct {
     const float *w_ts; const i64 *ends; /* ends[p]: first row behind range p, which has the tensor scale w_ts[p] */
     const void *bias; i64 bias_dtype;
 } Layer;
+
+/* ---- what is called from other files and from Python, see cpu_build.py ---- */
+
+void qt_set_pool(void *entry);
+int qt_quantize(const Layer *l, const void *x, i64 x_dtype, i64 x_stride, i64 rows, void *tensor_scale, void *codes,
+                void *scales, void *values, i64 v_dtype, i64 tiled, i64 threads);
+int qt_matmul(const Layer *l, const void *x, i64 x_dtype, i64 x_stride, const void *x_scales, const void *x_ts,
+              i64 x_ts_step, i64 m, void *y, i64 y_dtype, i64 threads);
+int qt_linear(const Layer *const *layers, i64 count, const void *x, i64 x_dtype, i64 x_stride, i64 m, void *const *y,
+              i64 y_dtype, i64 tiled, i64 threads);
+void qt_decode(const void *codes, const void *scales, i64 group, i64 n, i64 k, void *out, i64 dtype, i64 threads);
+int qt_amx_ready(void);
+int qt_amx_matmul(const Layer *l, const void *x, const void *x_ts, i64 x_ts_step, i64 m, void *y, i64 y_dtype,
+                  i64 threads);
+const uint16_t *qt_values(void);

@@ -331,12 +331,6 @@ void qt_decode(const void *codes, const void *scales, i64 group, i64 n, i64 k, v
     run(decode_task, &d, (n + TASK_N - 1) / TASK_N, threads);
 }
 
-int qt_quantize(const Layer *l, const void *x, i64 x_dtype, i64 x_stride, i64 rows, void *tensor_scale, void *codes,
-                void *scales, void *values, i64 v_dtype, i64 tiled, i64 threads);
-
-int qt_amx_matmul(const Layer *l, const void *x, const void *x_ts, i64 x_ts_step, i64 m, void *y, i64 y_dtype,
-                  i64 threads);
-
 /* Whole layers that read the same few rows x, all of one input side, each with an output (M, N) of its own: x is rotated
  * and quantized (or, format -1, rotated and rounded to its own dtype) once, with the first layer's parameters. tiled: it
  * becomes bf16 tiles, for the products of cpu_amx.c. */

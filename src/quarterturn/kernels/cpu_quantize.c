@@ -346,7 +346,7 @@ int qt_quantize(const Layer *l, const void *x, i64 x_dtype, i64 x_stride, i64 ro
     i64 k = l->k;
     if (l->format >= 0 && !l->token) *(float *)tensor_scale = l->format == 0 ? 1.0f / *l->encode : 1.0f;
     Quant q = {l, x, x_dtype, x_stride, rows, k, tensor_scale, codes, scales, values, v_dtype, tiled,
-               1 + 4096 / (k + 1), &failed};
+               1 + 16384 / (k + 1), &failed}; /* tasks of 4096 values take 15% more of 512 rows, and 10% less of 16 */
     run(quantize_rows, &q, (rows + q.rows_per_task - 1) / q.rows_per_task, threads);
     return atomic_load(&failed);
 }

@@ -10,6 +10,7 @@ on a CPU vLLM traces the method, and ours does.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from ...tensor import FP4Tensor
 from .contents import Contents, check_shard
 from .linear import say_what_runs
 from .parts import fp4_part, kept
+from .routing import weighted_sum
 
 Expert = tuple[LayerSpec, LayerSpec, LayerSpec]
 """Gate, up and down as the file has them."""
@@ -169,20 +171,8 @@ class FP4ExpertsMethod(FusedMoEMethodBase):
     def loop(self, layer: Any, x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
         """What `apply` gives, without being traced."""
         ids = topk_ids if layer.expert_map is None else layer.expert_map[topk_ids.long()]
-        total = torch.zeros_like(x)
-        dense = capturing(x)
-        for index, (gate_up, down) in enumerate(layer.fp4_experts):
-            if dense:
-                chosen = ids == index
-                share = (topk_weights * chosen).sum(-1, keepdim=True).to(x.dtype)
-                result = _expert(gate_up, down, x, layer.activation)
-                total += torch.where(chosen.any(-1, keepdim=True), result * share, 0)
-                continue
-            tokens, position = torch.where(ids == index)
-            if tokens.numel():
-                result = _expert(gate_up, down, x[tokens], layer.activation)
-                total.index_add_(0, tokens, (result * topk_weights[tokens, position, None]).to(x.dtype))
-        return total
+        experts = [partial(_expert, gate_up, down, layer.activation) for gate_up, down in layer.fp4_experts]
+        return weighted_sum(experts, x, topk_weights, ids, dense=capturing(x))
 
     def _local_experts(self, layer: Any) -> list[Expert]:
         """The experts of this rank, in the order of its tensors."""
@@ -232,7 +222,7 @@ def capturing(x: Tensor) -> bool:
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def _expert(gate_up: Sequence[FP4Linear], down: FP4Linear, x: Tensor, activation: Any) -> Tensor:
+def _expert(gate_up: Sequence[FP4Linear], down: FP4Linear, activation: Any, x: Tensor) -> Tensor:
     """down(act(gate(x)) * up(x)), x (T, H) -> (T, H); the activation is vLLM's."""
     both = gate_up[0](x) if len(gate_up) == 1 else torch.cat([part(x) for part in gate_up], dim=-1)
     hidden = both.new_empty(both.shape[0], both.shape[1] // 2)
