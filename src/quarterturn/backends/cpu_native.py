@@ -324,7 +324,7 @@ def _many_rows(
     """The library's product, with slices of the weights decoded for it."""
     assert weight.block_scale is not None
     dtype = any_torch.product_dtype(x, weight)
-    x = x.to(dtype)
+    x = any_torch.dense(x.to(dtype))
     n, k = weight.data.shape[0], weight.data.shape[1] * 2
     acc = torch.empty(x.shape[0], n, dtype=torch.float32, device="cpu")
     step = max(16, min(n, SCRATCH // k))
