@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .errors import refusal
-from .formats import E2M1_VALUES, E8M0_BIAS, E8M0_NAN, FP4Format, get_format
+from .formats import E2M1_VALUES, E8M0_NAN, FP4Format, get_format
 from .layouts import LAYOUTS, get_layout
 
 
@@ -186,9 +186,11 @@ def _scale_table(format_name: str, device: torch.device) -> Tensor:
     if format_name == "nvfp4":
         # The decode direction of a cast is exact, so torch's own is the table.
         return torch.arange(256, dtype=torch.uint8, device="cpu").view(torch.float8_e4m3fn).float().to(device)
-    table = torch.tensor([2.0 ** (byte - E8M0_BIAS) for byte in range(256)], dtype=torch.float32, device="cpu")
-    table[E8M0_NAN] = float("nan")
-    return table.to(device)
+    # As bits: the least is 2^-127, which a process that flushes such numbers to zero would not convert.
+    exponent = torch.arange(256, dtype=torch.int32, device="cpu") << 23
+    exponent[0] = 1 << 22
+    exponent[E8M0_NAN] = 0x7FC00000
+    return exponent.view(torch.float32).to(device)
 
 
 @lru_cache(maxsize=32)
