@@ -194,6 +194,7 @@ class FP4Linear(StoredWeight):
             _blocks(self.output_transform, self.output_matrix),
             quantizer if self.activations == "fp4" else None,
             self.batch_invariant,
+            self.name,
         )
 
     def _operands(self) -> tuple[Any, ...]:

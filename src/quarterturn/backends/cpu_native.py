@@ -218,11 +218,11 @@ def _check_invariant(layer: Layer) -> None:
     if not layer.batch_invariant:
         return
     if layer.weight.block_scale is None:
-        raise compose.would_vary("packed weights", f"values in {layer.weight.data.dtype}")
+        raise compose.would_vary("packed weights", f"values in {layer.weight.data.dtype}", layer.name)
     for blocks in (layer.input_blocks, layer.output_blocks):
         if turned_apart(blocks):
             found = "a wide one that is a product of smaller ones, by which plain torch turns"
-            raise compose.would_vary("transforms that the kernels turn by", found)
+            raise compose.would_vary("transforms that the kernels turn by", found, layer.name)
 
 
 def _own_product(rows: int, weight: Weight, quantized: bool) -> bool:
