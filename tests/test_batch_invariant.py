@@ -96,8 +96,10 @@ def test_what_plain_torch_does_of_a_layer_is_refused() -> None:
     with pytest.raises(BackendRefusal, match="QuTLASS's MXFP4"):
         layer_of("mxfp4", 32, 64, recipe="qutlass")
     turn = matrix(product(12, 32))
-    with pytest.raises(BackendRefusal, match="needs transforms that the kernels turn by"):
-        layer_of("nvfp4", 32, turn.size, input_transform=turn)
+    weight, how = weight_of(NVFP4, 32, turn.size), {"activations": "bf16", "batch_invariant": True}
+    with pytest.raises(BackendRefusal, match="needs transforms that the kernels turn by") as caught:
+        FP4Linear.from_tensor(weight, input_transform=turn, name="some.layer", **how)
+    assert "layer some.layer" in str(caught.value)
 
 
 # ---- on a GPU that there only seems to be

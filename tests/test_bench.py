@@ -320,9 +320,17 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert found["ask"]["made"]["transform"] == "hadamard:32"
 
 
+def test_a_record_that_is_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--model-shape", "small", "--record", tmp_path, *SHORT) == 1
+    shown = capsys.readouterr().err
+    assert "the record is a folder" in shown
+    assert "making" not in shown
+
+
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
+        (("--model-shape", "small", "--layers", 4, *SHORT), "at most the 3 layers of small; found 4"),
         (("--model-shape", "gpt-7"), "llama-3.1-8b"),
         (("--model-shape", "small", "--batch", "1,x"), "--batch 1,16"),
         (("--model-shape", "small", "--new-tokens", 40), "cache"),

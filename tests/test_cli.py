@@ -248,6 +248,7 @@ def assert_paragraph(captured: Any) -> None:
         ("evaluate", "ORIGINAL", "--text", "/nowhere/text.txt"),
         ("evaluate", "ORIGINAL", "--text", "TEXT", "--window", "100000"),
         ("generate", "MADE", "hello", "--device", "cuda:99"),
+        ("generate", "MADE", "hello", "--device", "meta"),
         ("generate", "MADE", "hello", "--backend", "no_such_backend"),
         ("generate", "MADE", "hello", "--dtype", "float99"),
         ("quantize", "ORIGINAL", "NEW", "--format", "int4"),
@@ -407,6 +408,15 @@ def test_a_pipe_that_closes_is_the_end_and_no_error(arguments: str, folders: Pat
     assert done.returncode == 141
     noise = [line for line in done.stderr.splitlines() if not re.match(r"loading |\[ *\d+\.\d s\] ", line)]
     assert noise == []
+
+
+@pytest.mark.parametrize("arguments", ["inspect MADE", "inspect MADE --json", "--version"])
+@pytest.mark.parametrize("closed", [">&-", ">&- 2>&-"])
+def test_streams_that_are_closed_take_nothing(arguments: str, closed: str, folders: Path) -> None:
+    words = arguments.replace("MADE", str(folders / "made"))
+    command = f"{sys.executable} -c 'from quarterturn.cli import main; main()' {words} {closed}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 def test_the_judging_text_is_not_the_calibration_text() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -201,6 +202,13 @@ REFUSALS: dict[str, tuple[Callable[[], object], list[str]]] = {
     "an out_dtype in words": (lambda: ops.rotate(X, M, out_dtype="float32"), ["rotate", "out_dtype"]),
     "a weight of values": (lambda: ops.fp4_matmul(X, weight=X), ["fp4_matmul", "weight", "FP4Tensor"]),
     "a bias in a list": (lambda: ops.fp4_matmul(X, weight=W, bias=[0.0] * 8), ["fp4_matmul", "bias", "list"]),
+    "a tensor scale in bf16": (
+        lambda: ops.fp4_matmul(X, torch.ones(1).bfloat16(), weight=W), ["fp4_matmul", "x_tensor_scale", "bfloat16"],
+    ),
+    "a weight's tensor scale in bf16": (
+        lambda: ops.fp4_matmul(X, weight=replace(W, tensor_scale=W.tensor_scale.bfloat16())),
+        ["fp4_matmul", "tensor_scale float32", "bfloat16"],
+    ),
     "a tensor scale as a number": (lambda: ops.fp4_matmul(X, 1.0, weight=W), ["fp4_matmul", "x_tensor_scale", "float"]),
     "a list as x of a product": (lambda: ops.fp4_matmul([1.0], weight=W), ["fp4_matmul", "x", "list"]),
     "scales in a list": (lambda: ops.swizzle_scales([1]), ["swizzle_scales", "scales", "list"]),

@@ -194,6 +194,8 @@ def weight(
     if tensor_scale.numel() != len(sizes) or sum(sizes) != n:
         found = f"{tensor_scale.numel()} scales for ranges {list(sizes)}"
         needs.append((f"one tensor scale per output range, ranges that sum to {n}", found))
+    if tensor_scale.dtype != torch.float32:
+        needs.append(("tensor_scale float32", str(tensor_scale.dtype)))
     if bias is not None and tuple(bias.shape) != (n,):
         needs.append((f"bias ({n},)", str(tuple(bias.shape))))
     if rows is not None:
@@ -260,11 +262,11 @@ def packed_x(op: str, x: Tensor, block_scale: Tensor | None, tensor_scale: Tenso
 
 
 def x_tensor_scale(op: str, scale: Tensor | None, rows: int) -> None:
-    if scale is not None and scale.numel() not in (1, rows):
+    if scale is not None and (scale.numel() not in (1, rows) or scale.dtype != torch.float32):
         raise refusal(
             op,
             "x_tensor_scale does not fit.",
-            needs=[(f"one element or {rows}", str(scale.numel()))],
+            needs=[(f"float32, one element or {rows}", f"{scale.dtype}, {scale.numel()} elements")],
             do="pass one per tensor or one per row",
         )
 

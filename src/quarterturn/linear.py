@@ -23,7 +23,7 @@ from .formats import E8M0_RULES, RECIPES, FP4Format, get_format
 from .fused import Part
 from .plan import Decided, LayerPlan, Stamp, in_place_of
 from .sharing import Siblings
-from .stored_weight import STORED, StoredWeight
+from .stored_weight import STORED, StoredWeight, input_scale, refuse_misfits
 from .tensor import FP4Tensor
 from .transforms import Transform
 
@@ -120,6 +120,7 @@ class FP4Linear(StoredWeight):
     ) -> FP4Linear:
         """A layer that holds this weight, no copy but where it makes fragments of it, bias (N,) and input encode scale;
         options as in __init__."""
+        refuse_misfits(options.get("name", ""), weight.misfits())
         n, k = weight.shape
         ranges = weight.output_sizes
         layer = cls(k, n, format=weight.format, bias=bias is not None, output_sizes=ranges, device="meta", **options)
@@ -136,8 +137,7 @@ class FP4Linear(StoredWeight):
                     needs=[("input_encode_scale", "none")],
                     do="pass it, or take recipe='token' or activations='bf16'",
                 )
-            scale = torch.as_tensor(input_encode_scale, dtype=torch.float32, device=weight.device)
-            layer.input_encode_scale = scale.reshape(1)
+            layer.input_encode_scale = input_scale(input_encode_scale, layer.name, weight.device)
         if bias is not None:
             layer.bias = nn.Parameter(bias.detach(), False)
         return layer.refresh()
@@ -194,6 +194,7 @@ class FP4Linear(StoredWeight):
             _blocks(self.output_transform, self.output_matrix),
             quantizer if self.activations == "fp4" else None,
             self.batch_invariant,
+            self.name,
         )
 
     def _operands(self) -> tuple[Any, ...]:
@@ -250,7 +251,7 @@ class FP4Linear(StoredWeight):
 
     def _decide(self, dtype: torch.dtype, anew: bool = False) -> LayerPlan | None:
         """The plan for inputs of a dtype, made again; the derived buffers too, but where only the dtype is another."""
-        if self.device.type == "meta":
+        if not self.is_filled:
             return None
         selection, before = self._select(dtype), None if anew else self._decided
         same = before is not None and before.selection.name == selection.name and before.holds(self, self._choices())
@@ -274,6 +275,7 @@ class FP4Linear(StoredWeight):
             # Before anything is read: what changes while this runs must be seen by the next call.
             stamp = Stamp(self, choices) if type(self._buffers["codes"]) in (Tensor, type(None)) else None
             weight = self.weight_tensor()
+            self.check_held(weight)
             self.tensor_scale = in_place_of(self.tensor_scale, weight.tensor_scale)
             values = selection.backend.prepare(weight, "packed" if self.batch_invariant else self.weights)
             if self.part is not None and self.part.write(values, weight, self.bias):
@@ -322,15 +324,7 @@ class FP4Linear(StoredWeight):
         return select(self.problem(dtype), self.device, self.requested_backend, layer=self.name or None)
 
     def _check_arguments(self) -> None:
-        group, k, n = self.format.group_size, self.in_features, self.out_features
-        needs = []
-        if k % group:
-            needs.append((f"in_features a multiple of the group size {group}", str(k)))
-        for side, transform, size in (("input", self.input_transform, k), ("output", self.output_transform, n)):
-            if transform is not None and size % transform.size:
-                needs.append((f"{side} size a multiple of its transform's {transform.size}", str(size)))
-        if sum(self.output_sizes) != n:
-            needs.append((f"output_sizes that sum to {n}", str(self.output_sizes)))
+        needs = self.wrong_sizes()
         for word, known in _CHOICES.items():
             if (value := getattr(self, word)) not in known:
                 needs.append((f"{word} one of {', '.join(known)}", repr(value)))
@@ -354,7 +348,10 @@ class FP4Linear(StoredWeight):
             return moved if t is bias or moved.dtype == t.dtype else t.to(moved.device)
 
         super()._apply(keep_dtype, recurse)
-        return self.refresh()
+        if not self.wrong_scales():
+            return self.refresh()
+        self._decided = None  # as to_empty leaves it: the next call refuses what is not filled by then
+        return self
 
     def __getstate__(self) -> dict[str, Any]:
         # What is derived is made again in the copy; and pickle does not know float8 tensors, so their bytes go.

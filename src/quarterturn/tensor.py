@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .errors import refusal
-from .formats import E2M1_VALUES, E8M0_BIAS, E8M0_NAN, FP4Format, get_format
+from .formats import E2M1_VALUES, E8M0_NAN, FP4Format, get_format
 from .layouts import LAYOUTS, get_layout
 
 
@@ -103,7 +103,7 @@ class FP4Tensor:
 
     def validate(self, name: str = "weight") -> FP4Tensor:
         """Return self if shapes, dtypes and scales agree with the format and are finite; raise Refusal otherwise."""
-        problems = self._codes_problems() or [*self._block_scale_problems(), *self._tensor_scale_problems()]
+        problems = self.misfits() or [*self._block_scale_problems(), *self._tensor_scale_problems()]
         if problems:
             raise refusal(
                 "fp4 tensor",
@@ -114,13 +114,17 @@ class FP4Tensor:
             )
         return self
 
+    def misfits(self) -> list[tuple[str, str]]:
+        """(needed, found) for every part whose shape or dtype does not fit; no number is looked at."""
+        return self._codes_problems() or [*self._block_scale_misfits(), *self._tensor_scale_misfits()]
+
     def _codes_problems(self) -> list[tuple[str, str]]:
         if self.codes.dtype != torch.uint8 or self.codes.dim() != 2:
             return [("codes uint8 (N, K/2)", f"{self.codes.dtype} {tuple(self.codes.shape)}")]
         k, group = self.shape[1], self.format.group_size
         return [(f"K a multiple of the group size {group}", f"K = {k}")] if k % group else []
 
-    def _block_scale_problems(self) -> list[tuple[str, str]]:
+    def _block_scale_misfits(self) -> list[tuple[str, str]]:
         n, k = self.shape
         fmt = self.format
         if self.layout not in LAYOUTS:
@@ -129,6 +133,10 @@ class FP4Tensor:
         if tuple(self.block_scale.shape) != expected or self.block_scale.dtype != fmt.scale_dtype:
             found = f"{self.block_scale.dtype} {tuple(self.block_scale.shape)}"
             return [(f"block_scale {fmt.scale_dtype} {expected}", found)]
+        return []
+
+    def _block_scale_problems(self) -> list[tuple[str, str]]:
+        fmt = self.format
         byte = self.block_scale.view(torch.uint8)
         magnitude = byte if fmt.has_e8m0_scale else byte & 0x7F
         if bool((magnitude == fmt.nan_byte).any()):
@@ -137,20 +145,27 @@ class FP4Tensor:
             return [("block scales that are not negative", "bytes with the sign bit set")]
         return []
 
-    def _tensor_scale_problems(self) -> list[tuple[str, str]]:
+    def _tensor_scale_misfits(self) -> list[tuple[str, str]]:
         parts, n = len(self.output_sizes), self.shape[0]
         problems = []
         if sum(self.output_sizes) != n:
             problems.append((f"output_sizes that sum to {n}", str(self.output_sizes)))
-        for word, scale in (("tensor_scale", self.tensor_scale), ("encode_scale", self.encode_scale)):
-            if scale is None:
-                continue
+        for word, scale in self._tensor_scales():
             if scale.dtype != torch.float32 or scale.numel() != parts:
                 found = f"{scale.dtype}, {scale.numel()} elements"
                 problems.append((f"{word} float32, one tensor scale per range of {self.output_sizes}", found))
-            elif not is_scale(scale):
-                problems.append((f"{word} finite and positive, as its reciprocal", str(scale.tolist())))
         return problems
+
+    def _tensor_scale_problems(self) -> list[tuple[str, str]]:
+        return [
+            (f"{word} finite and positive, as its reciprocal", str(scale.tolist()))
+            for word, scale in self._tensor_scales()
+            if not is_scale(scale)
+        ]
+
+    def _tensor_scales(self) -> list[tuple[str, Tensor]]:
+        named = (("tensor_scale", self.tensor_scale), ("encode_scale", self.encode_scale))
+        return [(word, scale) for word, scale in named if scale is not None]
 
 
 def is_scale(scale: Tensor) -> bool:
@@ -186,9 +201,11 @@ def _scale_table(format_name: str, device: torch.device) -> Tensor:
     if format_name == "nvfp4":
         # The decode direction of a cast is exact, so torch's own is the table.
         return torch.arange(256, dtype=torch.uint8, device="cpu").view(torch.float8_e4m3fn).float().to(device)
-    table = torch.tensor([2.0 ** (byte - E8M0_BIAS) for byte in range(256)], dtype=torch.float32, device="cpu")
-    table[E8M0_NAN] = float("nan")
-    return table.to(device)
+    # As bits: the least is 2^-127, which a process that flushes such numbers to zero would not convert.
+    exponent = torch.arange(256, dtype=torch.int32, device="cpu") << 23
+    exponent[0] = 1 << 22
+    exponent[E8M0_NAN] = 0x7FC00000
+    return exponent.view(torch.float32).to(device)
 
 
 @lru_cache(maxsize=32)

@@ -127,7 +127,7 @@ def matmul(
     n, k = weight.data.shape[0], x.shape[1]
     acc = torch.empty(x.shape[0], n, dtype=torch.float32, device=x.device)
     dtype = product_dtype(x, weight)
-    x = x.to(dtype)
+    x = dense(x.to(dtype))
     step = n if weight.block_scale is None else max(1, min(n, SCRATCH // max(k, 1)))
     with _no_tf32(x):
         for start in range(0, n, step):
@@ -163,6 +163,12 @@ def _values(weight: Weight, rows: slice, dtype: torch.dtype) -> Tensor:
         return data.to(dtype)
     scale = decode_block_scale(weight.block_scale[rows], weight.format)
     return decode_codes(data, scale, weight.format.group_size, dtype)
+
+
+def dense(x: Tensor) -> Tensor:
+    """x (M, K) with its rows one behind the other: a bf16 product of a CPU's library reads what stands between them."""
+    apart = x.device.type == "cpu" and x.dtype == torch.bfloat16 and x.stride(0) != x.shape[1]
+    return x.clone(memory_format=torch.contiguous_format) if apart else x
 
 
 def _product(x: Tensor, values: Tensor, out: Tensor) -> None:

@@ -99,11 +99,12 @@ def problem_of(layer: Layer, dtype: torch.dtype, k: int) -> Problem:
     )  # fmt: skip
 
 
-def would_vary(needed: str, found: str) -> BackendRefusal:
+def would_vary(needed: str, found: str, layer: str = "") -> BackendRefusal:
     """The refusal of a batch-invariant layer for what only its tensors show."""
     made = refusal(
         "fp4_linear",
         "a row's bits would depend on the number of rows, which batch_invariant rules out.",
+        layer=layer or None,
         needs=[(needed, found)],
         do="leave batch_invariant out, or change what is named",
         kind=BackendRefusal,

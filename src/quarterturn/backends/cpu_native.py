@@ -218,11 +218,11 @@ def _check_invariant(layer: Layer) -> None:
     if not layer.batch_invariant:
         return
     if layer.weight.block_scale is None:
-        raise compose.would_vary("packed weights", f"values in {layer.weight.data.dtype}")
+        raise compose.would_vary("packed weights", f"values in {layer.weight.data.dtype}", layer.name)
     for blocks in (layer.input_blocks, layer.output_blocks):
         if turned_apart(blocks):
             found = "a wide one that is a product of smaller ones, by which plain torch turns"
-            raise compose.would_vary("transforms that the kernels turn by", found)
+            raise compose.would_vary("transforms that the kernels turn by", found, layer.name)
 
 
 def _own_product(rows: int, weight: Weight, quantized: bool) -> bool:
@@ -324,7 +324,7 @@ def _many_rows(
     """The library's product, with slices of the weights decoded for it."""
     assert weight.block_scale is not None
     dtype = any_torch.product_dtype(x, weight)
-    x = x.to(dtype)
+    x = any_torch.dense(x.to(dtype))
     n, k = weight.data.shape[0], weight.data.shape[1] * 2
     acc = torch.empty(x.shape[0], n, dtype=torch.float32, device="cpu")
     step = max(16, min(n, SCRATCH // k))

@@ -100,6 +100,8 @@ class Layer:
     quantizer: Quantizer | None
     batch_invariant: bool = False
     """Whether a row's result is to have the same bits whatever rows are beside it."""
+    name: str = ""
+    """The module's, for refusals."""
     kept: dict[str, Any] = field(default_factory=dict)
     """What a backend has made of it for calls to come, under the backend's name."""
 

@@ -131,6 +131,9 @@ def _notes(smallest: int, device: torch.device) -> tuple[str, ...]:
 def _check_sizes(ask: Ask, config: Any) -> None:
     least = measure.PREFIX + ask.new_tokens
     needs = []
+    most = SHAPES[ask.shape]["num_hidden_layers"]
+    if ask.layers is not None and ask.layers > most:
+        needs.append((f"at most the {most} layers of {ask.shape}", str(ask.layers)))
     if ask.cache < least:
         needs.append((f"a cache of {measure.PREFIX} tokens and those to be written", f"{ask.cache}, less than {least}"))
     if ask.made.activations not in ("fp4", "bf16"):

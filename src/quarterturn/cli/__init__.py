@@ -17,6 +17,10 @@ from ..errors import Refusal, missing_package
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command and leave with its exit code; every error is one paragraph on stderr."""
+    # A stream that was closed before the command began (`>&-`) is None; the descriptor is taken, so that no file is it.
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
     try:
         try:
             _run(arguments)

@@ -49,6 +49,9 @@ def bench(
     if record is not None and not record.parent.is_dir():
         raise refusal("bench", "the record's folder is not there.", file=record, needs=[("a folder", "none")],
                       do="make it, or give another path")  # fmt: skip
+    if record is not None and record.is_dir():
+        raise refusal("bench", "the record is a folder.", file=record, needs=[("a file, or a new name", "a folder")],
+                      do="name a file in it")  # fmt: skip
     with progress() as track:
         result = run(ask, torch.device(target), track)
     if record is not None:

@@ -115,6 +115,9 @@ def open_model(
 
 
 def _check_device(device: str) -> None:
+    if device.partition(":")[0] == "meta":
+        raise refusal("device", "tensors of the device 'meta' have no values to compute with.",
+                      needs=[("a device that computes", device)], do="name cpu or cuda")  # fmt: skip
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:

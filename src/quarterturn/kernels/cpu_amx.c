@@ -26,6 +26,7 @@ static uint16_t VALUES[2][256][16] __attribute__((aligned(64)));
 
 const uint16_t *qt_values(void) {
     static const float e2m1[16] = {0, .5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -.5f, -1, -1.5f, -2, -3, -4, -6};
+    unsigned before = keep_small();
     for (int i = 0; i < 256; i++) {
         uint8_t byte[8] = {(uint8_t)i};
         float s[2][8];
@@ -33,6 +34,7 @@ const uint16_t *qt_values(void) {
         for (int c = 0; c < 16; c++) /* the upper halves are exact: the values have few bits */
             for (int f = 0; f < 2; f++) VALUES[f][i][c] = (uint16_t)(bits(e2m1[c] * s[f][0]) >> 16);
     }
+    as_before(before);
     return VALUES[0][0];
 }
 

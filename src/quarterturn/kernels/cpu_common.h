@@ -17,6 +17,9 @@
 #define HAVE_AVX512 1
 #endif
 #endif
+#ifdef __SSE2__
+#include <xmmintrin.h>
+#endif
 #if !defined(__BYTE_ORDER__) || __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
 #error "only little-endian machines"
 #endif
@@ -71,9 +74,33 @@ INLINE float real(uint32_t u) { float f; memcpy(&f, &u, 4); return f; }
 typedef struct { void (*fn)(const void *, i64); const void *ctx; i64 count; _Atomic i64 next; } Team;
 extern void (*qt_pool)(void (*)(void *), void *, unsigned, unsigned); /* GOMP_parallel of the process, or NULL */
 
+/* Between the two calls numbers below 2^-126 count, through which scales pass, also where a process flushes them. Every
+ * thread has a mode of its own, so each does this. */
+INLINE unsigned keep_small(void) {
+#ifdef __SSE2__
+    unsigned before = _mm_getcsr();
+    if (before & 0x8040u) _mm_setcsr(before & ~0x8040u); /* flush to zero, denormals are zero */
+    __asm__ volatile("" ::: "memory");                   /* reads stay behind this, writes before the other */
+    return before;
+#else
+    return 0;
+#endif
+}
+
+INLINE void as_before(unsigned before) {
+#ifdef __SSE2__
+    __asm__ volatile("" ::: "memory");
+    if (before & 0x8040u) _mm_setcsr(before);
+#else
+    (void)before;
+#endif
+}
+
 static void work(void *p) {
     Team *t = p;
+    unsigned before = keep_small();
     for (i64 i; (i = atomic_fetch_add(&t->next, 1)) < t->count;) t->fn(t->ctx, i);
+    as_before(before);
 }
 
 INLINE void run(void (*fn)(const void *, i64), const void *ctx, i64 count, i64 threads) {

@@ -205,7 +205,8 @@ INLINE void one_row(const Gemm *g, i64 m, i64 n0, i64 nn, const int group, const
                 }
             }
     }
-    for (i64 j = 0; j < nn; j++) finish(g, m, n0 + j, lane_sum(acc[j][0] + acc[j][1]));
+    for (i64 j = 0; j < nn; j++) /* a zero that is added would make +0 of -0, and the tiles of integers add none */
+        finish(g, m, n0 + j, lane_sum(integers ? acc[j][0] : acc[j][0] + acc[j][1]));
 }
 
 static void one_row_of(const Gemm *g, i64 m, i64 n0, i64 nn) {

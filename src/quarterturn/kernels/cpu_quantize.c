@@ -344,7 +344,9 @@ int qt_quantize(const Layer *l, const void *x, i64 x_dtype, i64 x_stride, i64 ro
                 void *scales, void *values, i64 v_dtype, i64 tiled, i64 threads) {
     _Atomic int failed = 0;
     i64 k = l->k;
+    unsigned before = keep_small();
     if (l->format >= 0 && !l->token) *(float *)tensor_scale = l->format == 0 ? 1.0f / *l->encode : 1.0f;
+    as_before(before);
     Quant q = {l, x, x_dtype, x_stride, rows, k, tensor_scale, codes, scales, values, v_dtype, tiled,
                1 + 16384 / (k + 1), &failed}; /* tasks of 4096 values take 15% more of 512 rows, and 10% less of 16 */
     run(quantize_rows, &q, (rows + q.rows_per_task - 1) / q.rows_per_task, threads);
