@@ -172,6 +172,24 @@ def test_missing_and_strange_tensors_are_named(pair: Path, tmp_path: Path, capsy
     assert all(name in printed for name in (*gone, one))
 
 
+def test_a_shape_that_is_not_the_originals_makes_it_fail(
+    pair: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = ["model.embed_tokens.weight", "model.norm.weight"]
+
+    def cut(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        for name in names:
+            tensors[name] = tensors[name][:-1]
+
+    found = verify(altered(pair / "made", tmp_path / "made", cut), pair / "original")
+    assert all(layer.ok for layer in found.layers)
+    assert (found.ok, sorted(found.misshapen), found.missing, found.added) == (False, names, [], [])
+    with pytest.raises(SystemExit) as left:
+        main(["verify", str(tmp_path / "made"), "--against", str(pair / "original"), "--json"])
+    assert left.value.code == 1
+    assert sorted(json.loads(capsys.readouterr().out)["misshapen"]) == names
+
+
 def test_a_bias_on_one_side_is_a_finding(tmp_path: Path) -> None:
     model, name = tiny_model("qwen2", dtype=torch.bfloat16), "model.layers.1.self_attn.k_proj"
     model.save_pretrained(tmp_path / "original")

@@ -74,12 +74,28 @@ def test_any_other_config_is_left_alone(other: Any) -> None:
     assert not claims(other, "quarterturn", CPU)
 
 
+@pytest.mark.parametrize(
+    "transforms",
+    [[1], "x", 3, {"config_groups": [1]}, {"config_groups": "x"}, {"config_groups": {"v": [1]}},
+     *({"config_groups": {"v": {"apply": apply}}} for apply in (3, "x", [3], {"location": "input"}, None)),
+     {"config_groups": {"v": {"apply": [{"location": ["input"]}]}}}],
+)  # fmt: skip
+def test_malformed_transforms_are_no_reason_to_claim(transforms: Any) -> None:
+    malformed = entry() | {"transform_config": transforms}
+    assert not claims(malformed, None, BLACKWELL)
+    assert claims(malformed, "quarterturn", BLACKWELL)
+    assert claims(malformed, None, CPU)
+
+
 def test_the_engines_backends_are_ours_or_refused() -> None:
     assert our_backend("auto") == "auto"
     assert our_backend("torch") == "any_torch"
     assert our_backend("triton") == "gpu_triton"
     with pytest.raises(BackendRefusal, match="marlin"):
         our_backend("marlin")
+    for word in (["x"], {}, 3, None):
+        with pytest.raises(BackendRefusal, match="not one of ours"):
+            our_backend(word)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -37,8 +37,10 @@ class Transform:
         m = self.matrix
         if m.dim() != 2 or m.shape[0] != m.shape[1] or m.shape[0] == 0:
             raise _bad_matrix("a square matrix (R, R)", f"shape {tuple(m.shape)}")
-        if not bool(torch.isfinite(m).all()) or not math.isfinite(self.factor):
-            raise _bad_matrix("finite entries", "NaN or Inf")
+        # Everything that runs takes the matrix in fp32, where a large float64 is infinite.
+        if not bool(torch.isfinite(m.to(torch.float32)).all()) or not math.isfinite(self.factor):
+            amax = float(m.abs().max())
+            raise _bad_matrix("entries that are finite in fp32", f"{amax:.1e}" if amax < math.inf else "NaN or Inf")
         object.__setattr__(self, "matrix", m.detach().to(torch.float64))
 
     @property
@@ -79,6 +81,11 @@ class Transform:
             m @ m.T, self.size * torch.eye(self.size, dtype=m.dtype, device=m.device)
         )
         return orthogonal and math.isclose(self.factor * math.sqrt(self.size), 1.0, rel_tol=1e-15)
+
+    @property
+    def is_invertible(self) -> bool:
+        """Whether the matrix has an inverse, as it is and as fp32 holds it (1-norm condition number under 1e12)."""
+        return _is_invertible(self.matrix) and _is_invertible(self.matrix.to(torch.float32).to(torch.float64))
 
     def inverse(self) -> Transform:
         """The transform that undoes this one on activations."""
@@ -237,6 +244,20 @@ def _inverse(m: Tensor) -> Tensor:
     if int(info) or not condition < 1e12:
         raise _bad_matrix("an invertible matrix (condition number under 1e12)", f"condition number {condition:.1e}")
     return inverse
+
+
+def _is_invertible(m: Tensor) -> bool:
+    """An orthogonal matrix of any size is known by what M M^T does to a few random vectors, without a product of
+    matrices: one that is singular takes something of size 1 from them (after Freivalds, "Probabilistic machines can
+    use less running time", 1977). Others are inverted."""
+    generator = torch.Generator("cpu").manual_seed(0)
+    probes = torch.randn(len(m), 8, generator=generator, dtype=m.dtype, device="cpu").to(m.device)
+    scale = m[0].square().sum()
+    if bool(scale > 0) and bool((m @ (m.T @ probes) / scale - probes).norm(dim=0).max() < 0.1):
+        return True
+    inverse, info = torch.linalg.inv_ex(m)
+    condition = torch.linalg.matrix_norm(m, 1) * torch.linalg.matrix_norm(inverse, 1)
+    return not int(info) and bool(condition < 1e12)
 
 
 def _per_block(x: Tensor, block: Tensor, operation: str) -> Tensor:

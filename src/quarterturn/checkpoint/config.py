@@ -6,6 +6,7 @@ outputs, sparsity, transforms of attention states.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,9 +85,11 @@ def quantization_entry(config: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def declared_transforms(entry: dict[str, Any]) -> dict[str, Any]:
-    """Scheme name -> its part of a quantization entry, online and folded ones."""
-    found: dict[str, Any] = (entry.get("transform_config") or {}).get("config_groups") or {}
-    return found
+    """Scheme name -> its part of a quantization entry, online and folded ones; {} of one that is malformed, which
+    `parse` refuses."""
+    transforms = entry.get("transform_config")
+    found = transforms.get("config_groups") if isinstance(transforms, dict) else None
+    return found if isinstance(found, dict) else {}
 
 
 def parse(entry: dict[str, Any], file: Path, others: bool = False) -> QuantConfig:
@@ -95,6 +98,10 @@ def parse(entry: dict[str, Any], file: Path, others: bool = False) -> QuantConfi
     others: groups of other formats and a quantized KV cache are somebody else's, and are left to them.
     """
     from_ct, transform_class = _classes()
+    for key in ("transform_config", "sparsity_config"):
+        if not isinstance(entry.get(key) or {}, dict):
+            needs = [(f"{key}: an object or nothing", repr(entry[key]))]
+            raise refuse(file, f"the {key} is malformed.", needs, "fetch the file again")
     raw_transforms = entry.get("transform_config") or {}
     plain = {
         key: value for key, value in entry.items() if key not in ("transform_config", "sparsity_config", "version")
@@ -116,6 +123,9 @@ def parse(entry: dict[str, Any], file: Path, others: bool = False) -> QuantConfi
             "make the checkpoint without it, or serve it with vLLM",
         )
     named = parsed.config_groups.items()
+    for n, scheme in named:
+        _check_patterns(f"targets of group '{n}'", scheme.targets, file)
+    _check_patterns("ignore", parsed.ignore or (), file)
     apart = {n for n, scheme in named if others and _format(scheme, parsed.format) not in FORMAT_NAMES}
     groups = tuple(_group(n, scheme, parsed.format, file) for n, scheme in named if n not in apart)
     schemes: tuple[Scheme, ...] = ()
@@ -172,6 +182,19 @@ def _validated(cls: Any, raw: dict[str, Any], file: Path, what: str) -> Any:
             [("a valid one", "; ".join(lines[:4]))],
             "check that the file is whole, or install a newer compressed-tensors",
         ) from error
+
+
+def _check_patterns(where: str, targets: Sequence[str], file: Path) -> None:
+    for target in targets:
+        try:
+            re.compile(target.removeprefix("re:") if target.startswith("re:") else "")
+        except re.error as error:
+            raise refuse(
+                file,
+                f"the {where}: this is no pattern.",
+                [("a regular expression behind 're:'", f"'{target}' ({error})")],
+                "correct it, or fetch the file again",
+            ) from error
 
 
 def _format(scheme: Any, default_format: str) -> str:
@@ -236,6 +259,7 @@ def _scheme(name: str, scheme: Any, file: Path) -> Scheme:
         )
     apply = []
     for args in scheme.apply:
+        _check_patterns(f"targets of transform '{name}'", (*args.targets, *args.ignore), file)
         location = getattr(args.location, "value", args.location)
         if location in ONLINE:
             apply.append(Apply(location, bool(args.inverse), tuple(args.targets), tuple(args.ignore)))

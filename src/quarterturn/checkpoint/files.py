@@ -28,6 +28,9 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+PLAIN_FLOATS = ("BF16", "F16", "F32", "F64")
+"""What a tensor that no scheme describes may be stored in."""
+
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 WANTED = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")

@@ -54,6 +54,16 @@ class OriginalModel:
                 changed.append(name)
         return changed
 
+    def misshapen_in(self, checkpoint: Checkpoint) -> list[str]:
+        """The tensors outside 4-bit layers that the checkpoint holds in another shape than this model."""
+        return [
+            name
+            for name, info in checkpoint.tensors.items()
+            if name in self.tensors
+            and name.rpartition(".")[0] not in checkpoint.layers
+            and info.shape != self.tensors[name].shape
+        ]
+
     def missing_from(self, checkpoint: Checkpoint) -> list[str]:
         """The tensors of this model that the checkpoint lacks, but those of its 4-bit layers (`verify` compares these)
         and second names of tensors that it has (tied weights)."""

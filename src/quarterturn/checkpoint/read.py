@@ -28,7 +28,15 @@ from .config import (
     parse,
     quantization_entry,
 )
-from .files import DTYPES, INDEX, SINGLE, TensorInfo, TensorReader, list_tensors, read_json, refuse, resolve
+from .files import (
+    TensorInfo,
+    TensorReader,
+    list_tensors,
+    read_json,
+    refuse,
+    resolve,
+)
+from .notes import suspicious
 from .stored import StoredMatrix, StoredTransform, stored_transforms
 
 PACKED, SCALE = "weight_packed", "weight_scale"
@@ -184,9 +192,10 @@ def recognise(path: str | Path) -> str:
     method = str(entry.get("quant_method", "unknown"))
     if method != "compressed-tensors":
         return method
+    groups = entry.get("config_groups")
     names = [
         g.get("format") or entry.get("format")
-        for g in (entry.get("config_groups") or {}).values()
+        for g in (groups.values() if isinstance(groups, dict) else ())
         if isinstance(g, dict)
     ]
     kinds = {str(name) for name in names} or {str(entry.get("format"))}
@@ -220,7 +229,8 @@ def open_checkpoint(path: str | Path, others: bool = False) -> Checkpoint:
     for name in names:
         checkpoint.layers[name] = _layer(checkpoint, name)
     _check_strays(checkpoint)
-    _note_suspicious(checkpoint)
+    by_design = {f"{name}.{part}" for name in checkpoint.layers for part in (PACKED, SCALE)}
+    checkpoint.notes += suspicious(checkpoint, by_design)
     return checkpoint
 
 
@@ -373,22 +383,3 @@ def _composed(transforms: list[Transform]) -> Transform | None:
     for transform in transforms:
         result = transform if result is None else result.compose(transform)
     return result
-
-
-def _note_suspicious(checkpoint: Checkpoint) -> None:
-    notes = checkpoint.notes
-    if (checkpoint.path / SINGLE).exists() and (checkpoint.path / INDEX).exists():
-        notes.append(f"{INDEX} is beside {SINGLE}: it is not read")
-    used = {name for spec in checkpoint.layers.values() for name in spec.scheme_names}
-    for scheme in checkpoint.quant.schemes:
-        if scheme.apply and scheme.name not in used:
-            notes.append(f"transform '{scheme.name}' is declared online but matches no FP4 layer")
-        for stored in (t for t in checkpoint.transforms if t.scheme == scheme.name):
-            signed = stored.transform.is_signed
-            if scheme.type != "random-matrix" and not signed:
-                notes.append(f"{stored.tensor}: declared {scheme.type}, but its entries are not +-1; used as stored")
-    for name, info in checkpoint.tensors.items():
-        if info.dtype not in DTYPES:
-            notes.append(f"{name}: dtype {info.dtype} is not known here")
-    if not checkpoint.quant.schemes:
-        notes.append("no transforms are declared: these are plain FP4 layers")

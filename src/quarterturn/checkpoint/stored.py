@@ -93,13 +93,25 @@ def _stored_transform(
         raise refuse(
             info.file,
             "a transform's matrix is none.",
-            [("finite entries", "NaN or Inf")],
+            [("entries that are finite in fp32", "NaN, Inf, or larger than fp32 holds")],
             "make or fetch the checkpoint again",
             tensor=tensor,
         ) from error
+    if not transform.is_invertible:
+        raise refuse(
+            info.file,
+            "a transform's matrix has no inverse.",
+            [("an invertible matrix: no weights can be stored behind another", _of_matrix(matrix))],
+            "make or fetch the checkpoint again",
+            tensor=tensor,
+        )
     return StoredTransform(
         scheme.name, location, module, tensor, size, _owner_inverse(scheme, location, module), transform
     )
+
+
+def _of_matrix(matrix: Tensor) -> str:
+    return "a singular one" if bool(matrix.any()) else "zeros alone"
 
 
 def _owner_inverse(scheme: Scheme, location: str, module: str) -> bool:

@@ -198,7 +198,8 @@ def _show_judgement(judgement: Judgement, fast: Speed, memory: dict[str, int], r
 def verify(path: Path_, against: Against, as_json: Json = False) -> None:
     """Check each layer's weights against the original, behind the transforms that the config declares.
 
-    Exit code 1 where a layer is not as declared, by a wrong factor or single rows too, or where tensors are missing.
+    Exit code 1 where a layer is not as declared, by a wrong factor or single rows too, or where tensors are missing or
+    misshapen.
     """
     quiet()
     from ..checkpoint import open_checkpoint
@@ -209,7 +210,7 @@ def verify(path: Path_, against: Against, as_json: Json = False) -> None:
         result = run(path, against, lambda layer: step(1))
     if as_json:
         layers = [asdict(v) for v in result.layers]
-        others = {"changed": result.changed, "missing": result.missing, "added": result.added}
+        others = {kind: getattr(result, kind) for kind in ("changed", "missing", "added", "misshapen")}
         print_json({"path": path, "against": against, "ok": result.ok, "layers": layers, **others})
     else:
         _show_verdicts(result)
@@ -235,6 +236,7 @@ def _show_verdicts(result: Any) -> None:
             out.print(f"       and {len(groups) - 8} other findings of this kind (--json lists all)")
     for names, what in (
         (result.changed, "unquantized tensors are not the original's"),
+        (result.misshapen, "unquantized tensors are not of the original's shape"),
         (result.missing, "tensors of the original are missing"),
         (result.added, "tensors are not in the original"),
     ):

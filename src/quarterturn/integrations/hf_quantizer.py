@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.quantizers import HfQuantizer
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -13,6 +15,7 @@ from ..checkpoint.config import quantization_entry
 from ..checkpoint.files import refuse
 from ..linear import FP4Linear
 from .builder import Builder
+from .fitting import check_headers, shapes
 from .weight_readers import weight_readers
 
 METHOD = "quarterturn"
@@ -50,6 +53,7 @@ class QuarterturnQuantizer(HfQuantizer):
     def __init__(self, quantization_config: QuarterturnConfig, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
         self.builder = Builder(quantization_config)
+        self.shapes: dict[str, torch.Size] = {}
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         self.builder.build(model)
@@ -62,6 +66,8 @@ class QuarterturnQuantizer(HfQuantizer):
                 "make the checkpoint with this layer in ignore",
                 layer=name,
             )
+        check_headers(model, self.builder.checkpoint, self.builder.conversions(get_model_conversion_mapping(model)))
+        self.shapes = shapes(model)
         return model
 
     def update_weight_conversions(self, weight_conversions: list[Any], *_: Any) -> list[Any]:

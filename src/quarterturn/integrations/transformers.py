@@ -24,6 +24,7 @@ from ..errors import missing_package, refusal
 from ..explanation import Explanation
 from ..linear import WEIGHTS, FP4Linear
 from ..sharing import tie
+from .fitting import check_shapes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -146,9 +147,18 @@ def _device(device: str | torch.device) -> torch.device:
 
 
 def _config(transformers: Any, checkpoint: Checkpoint) -> Any:
+    from huggingface_hub.errors import StrictDataclassError
+
     try:
         return transformers.AutoConfig.from_pretrained(str(checkpoint.path), trust_remote_code=False)
-    except (ValueError, OSError, KeyError) as error:
+    except StrictDataclassError as error:
+        raise refuse(
+            checkpoint.path / "config.json",
+            "Transformers does not accept this config.",
+            [("numbers that fit each other", " ".join(str(error).split()))],
+            "fetch the file again, or correct it",
+        ) from error
+    except (ValueError, OSError, KeyError, TypeError, AttributeError, ZeroDivisionError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise refuse(
             checkpoint.path / "config.json",
@@ -159,7 +169,8 @@ def _config(transformers: Any, checkpoint: Checkpoint) -> Any:
 
 
 def _dtype(dtype: str | torch.dtype, checkpoint: Checkpoint) -> torch.dtype:
-    text = checkpoint.config.get("text_config") or {}
+    text = checkpoint.config.get("text_config")
+    text = text if isinstance(text, dict) else {}
     own = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype") or text.get("dtype") or "bfloat16"
     wanted = str(own if dtype == "auto" else dtype).removeprefix("torch.")
     if wanted not in DTYPES:
@@ -196,6 +207,7 @@ def _check_loaded(checkpoint: Checkpoint, model: Any, info: dict[str, Any]) -> N
             f"{', '.join(unexpected[:5])}",
             stacklevel=3,
         )
+    check_shapes(model, checkpoint, model.hf_quantizer.shapes)
     for name, module in model.named_modules():
         if isinstance(module, FP4Linear):
             if module.device.type != "meta":

@@ -35,16 +35,19 @@ _HADAMARD_SIZES = (16, 32, 64, 128)
 @dataclass(frozen=True)
 class Verification:
     """All layers of a checkpoint, and names of tensors outside them: those that are not the original's (other norms may
-    be meant), those of the original that the checkpoint lacks, and those that only the checkpoint has."""
+    be meant), those of the original that the checkpoint lacks, those that only the checkpoint has, and those of the
+    changed ones that have another shape, which no other values explain."""
 
     layers: list[LayerVerdict]
     changed: list[str]
     missing: list[str] = field(default_factory=list)
     added: list[str] = field(default_factory=list)
+    misshapen: list[str] = field(default_factory=list)
 
     @property
     def ok(self) -> bool:
-        return all(layer.ok for layer in self.layers) and not self.missing and not self.added
+        strange = self.missing or self.added or self.misshapen
+        return all(layer.ok for layer in self.layers) and not strange
 
 
 def verify(path: str | Path, original: str | Path, advance: Callable[[str], None] = lambda layer: None) -> Verification:
@@ -79,7 +82,7 @@ def verify(path: str | Path, original: str | Path, advance: Callable[[str], None
         verdicts.append(verdict)
         advance(name)
     missing, added = theirs.missing_from(checkpoint), theirs.unknown_in(checkpoint)
-    return Verification(verdicts, theirs.changed_in(checkpoint), missing, added)
+    return Verification(verdicts, theirs.changed_in(checkpoint), missing, added, theirs.misshapen_in(checkpoint))
 
 
 __all__ = [

@@ -141,6 +141,9 @@ def check_bias(
     verdict: LayerVerdict, stored: Tensor, original: Tensor, output_transform: Transform | None = None
 ) -> LayerVerdict:
     """The verdict of a layer whose weight is as declared, with its bias (N,) looked at too: b U^-1 must be stored."""
+    if stored.shape != original.shape:
+        detail = f"the bias has the shape {tuple(stored.shape)}, the original's {tuple(original.shape)}"
+        return replace(verdict, verdict=DIFFERENT, detail=detail)
     tried = []
     for side in _hypotheses("output", output_transform, len(original), {}):
         expected = _turn(original.double()[:, None], None, side.matrix)[:, 0]

@@ -62,10 +62,12 @@ def fp4_groups(entry: Any) -> list[tuple[str, bool]]:
 
 
 def has_online_transforms(entry: dict[str, Any]) -> bool:
-    """Whether a config asks for transforms that are applied while the model runs."""
+    """Whether a config asks for transforms that are applied while the model runs. What is malformed asks for none:
+    whoever runs the file parses it, and refuses it then."""
     schemes = declared_transforms(entry)
     bodies = [body for body in schemes.values() if isinstance(body, dict)]
-    return any(str(a.get("location")) in ONLINE for b in bodies for a in b.get("apply") or () if isinstance(a, dict))
+    applies = [body["apply"] for body in bodies if isinstance(body.get("apply"), list)]
+    return any(str(a.get("location")) in ONLINE for apply in applies for a in apply if isinstance(a, dict))
 
 
 def _vllm_runs(group: tuple[str, bool], machine: Machine) -> bool:
@@ -82,7 +84,7 @@ def _vllm_runs(group: tuple[str, bool], machine: Machine) -> bool:
 
 def our_backend(linear_backend: str) -> str:
     """The backend that --linear-backend means: 'auto', or a name that is then run or refused. Raises BackendRefusal."""
-    meant = LINEAR_BACKENDS.get(linear_backend)
+    meant = LINEAR_BACKENDS.get(linear_backend) if isinstance(linear_backend, str) else None
     there = ("auto", *(backend.NAME for backend in BACKENDS))
     if meant in there:
         return str(meant)
