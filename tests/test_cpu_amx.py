@@ -27,7 +27,6 @@ def cpu_flags() -> set[str]:
     return set(next((line for line in lines if line.startswith("flags")), "").split())
 
 
-@pytest.mark.skipif(not cpu_flags(), reason="asks Linux what the CPU has")
 def test_tiles_are_used_where_the_machine_has_them() -> None:
     """Or the tests of them would hold of nothing. Where the system withholds the tiles of a CPU that has them (the flag
     is there, and asking for them fails), no kernel may use them."""

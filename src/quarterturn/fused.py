@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from . import weight_layout
 from .backends import Backend, Blocks, Layer, Quantizer, Together, Weight, compose, gpu_product
+from .backends.kept import wait_for_writes
 from .plan import LayerPlan
 from .tensor import FP4Tensor
 
@@ -72,8 +73,7 @@ class Part:
         scale.copy_(weight.tensor_scale)
         if kept is not None and bias is not None:
             kept.copy_(bias)
-        if made.is_cuda and not torch.cuda.is_current_stream_capturing():
-            torch.cuda.current_stream(made.device).synchronize()  # kernels ask for weights before others have ended
+        wait_for_writes(made.device)
         return True
 
 

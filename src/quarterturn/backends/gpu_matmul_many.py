@@ -73,8 +73,8 @@ def invariant_cut(m: int, n: int, k: int, multiprocessors: int) -> Cut:
 
 
 def _parts(k: int) -> int:
-    """By K alone: parts of 2 to 10 chunks, so many that few rows of 4096 outputs and more fill an H200. All results of
-    batch-invariant layers hang on it: a change of it changes their bits."""
+    """By K alone: so many parts, of two chunks at least, that few rows of 4096 outputs and more fill an H200. What all
+    batch-invariant layers give hangs on it: a change of it changes their bits."""
     chunks = -(-k // 256)
     return 8 if chunks > 40 else 4 if chunks >= 8 else 2 if chunks >= 4 else 1
 
