@@ -1,6 +1,7 @@
 """Rotate + quantize on a GPU: microseconds, the fraction of a copy's speed, the ratio to compiled PyTorch.
 
-    python -m benchmarks.gpu_rotate_quantize [--quick] [--backend gpu_triton] [--compiled all|one|none]
+    python -m benchmarks.gpu_rotate_quantize [--quick] [--forms full,rotate] [--backend gpu_triton]
+                                             [--compiled all|one|none]
 
 Every case is checked against any_torch on the same GPU before its time is taken, and one that is wrong ends the run. A
 time is the median over replays of a CUDA graph that runs the case on many inputs: 300 MB of them, at least 4,
@@ -16,14 +17,15 @@ import argparse
 import datetime
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
 
 from benchmarks.record import append, machine
-from quarterturn import ops, random_hadamard
+from quarterturn import hadamard, ops, random_hadamard
 from quarterturn.formats import INV6
 
 NAME = "gpu_rotate_quantize"
@@ -33,6 +35,12 @@ ROWS = (1, 16, 64, 512, 4096, 16384)
 EXTRA = (8192, 8192)
 FORMS = ("packed", "dense", "values", "blocked", "rotate")
 """NVFP4 codes behind +-1 and behind a dense T, bf16 quantize-dequantize, blocked scales, the rotation alone."""
+FULL, SIGNED = "full", "full_signed"
+"""The rotation by a Hadamard matrix as wide as a row, and by one with random signs at its rows."""
+FULL_WIDTHS = (4096, 8192, 14336, 16384, 28672)
+FULL_ROWS = (1, 64, 512)
+MANY = 1 << 26
+"""Values of the largest case of each of those."""
 QUICK = ((1, 4096), (16, 4096), (64, 4096), EXTRA)
 COLD, FEWEST, MOST = 300e6, 4, 64
 ENCODE = 300.0
@@ -54,7 +62,7 @@ class Case:
     @property
     def bytes_written(self) -> int:
         elements = self.rows * self.width
-        if self.form in ("values", "rotate"):
+        if self.form in ("values", "rotate", FULL, SIGNED):
             return 2 * elements
         scales = elements // 16
         if self.form == "blocked":
@@ -72,19 +80,27 @@ class Case:
         return self.copies * (self.bytes_read + self.bytes_written) >= COLD
 
 
-def cases(quick: bool) -> list[Case]:
+def cases(quick: bool, forms: Collection[str]) -> list[Case]:
     shapes = QUICK if quick else (*((m, k) for k in WIDTHS for m in ROWS), EXTRA)
-    return [Case(form, size, m, k) for size in SIZES for form in FORMS for m, k in shapes]
+    blocks = [Case(form, size, m, k) for size in SIZES for form in FORMS for m, k in shapes if form in forms]
+    few = () if quick else FULL_ROWS
+    return blocks + [
+        Case(form, k, m, k) for k in FULL_WIDTHS for form in (FULL, SIGNED) for m in (*few, MANY // k) if form in forms
+    ]
 
 
 # ---- what is run
 
 
+@lru_cache(maxsize=2)
 def matrix_of(form: str, size: int, device: str) -> tuple[torch.Tensor, float]:
+    if form == SIGNED:  # a matrix of 28672 takes a while to make: once
+        matrix, factor = matrix_of(FULL, size, device)
+        return matrix * (torch.randint(0, 2, (size, 1), device=device) * 2 - 1), factor
     if form == "dense":
         generator = torch.Generator("cpu").manual_seed(size)
         return (torch.randn(size, size, generator=generator) / size**0.5).to(device), 1.0
-    turn = random_hadamard(size)
+    turn = hadamard(size) if form == FULL else random_hadamard(size)
     return turn.matrix.float().to(device), turn.factor
 
 
@@ -95,7 +111,7 @@ def call_of(case: Case, backend: str, device: str = "cuda") -> Call:
     matrix, factor = matrix_of(case.form, case.size, device)
     encode = torch.tensor([ENCODE], device=device)
     how: dict[str, Any] = {"format": "nvfp4", "encode_scale": encode, "backend": backend}
-    if case.form == "rotate":
+    if case.form in ("rotate", FULL, SIGNED):
         return lambda x: (ops.rotate(x, matrix, factor, backend=backend),)
     if case.form == "values":
         return lambda x: ops.rotate_quantize_dequantize(x, matrix, factor, **how)
@@ -141,12 +157,12 @@ def differing(got: torch.Tensor, want: torch.Tensor) -> int:
 
 def faults(case: Case, got: tuple[torch.Tensor, ...], want: tuple[torch.Tensor, ...]) -> str:
     """Empty where docs/numerics.md allows what differs; the tests say in addition that each is next to a tie."""
-    if case.form in ("rotate", "values"):
+    if case.form in ("rotate", "values", FULL, SIGNED):
         if [t.shape for t in got[:1]] != [t.shape for t in want[:1]]:
             return f"shape {tuple(got[0].shape)}"
         # Another rounding of z to bf16, or another code next to a tie: at most the step of one code.
         wrong = int(((got[0] != want[0]) | got[0].isnan()).sum())
-        allowed = max(16, int(got[0].numel() * (1e-3 if case.form == "rotate" else 2.6e-4)))
+        allowed = max(16, int(got[0].numel() * (2.6e-4 if case.form == "values" else 1e-3)))
         return f"{wrong} of {got[0].numel()} values differ, {allowed} may" if wrong > allowed else ""
     scales, codes = differing(got[1], want[1]), differing(got[0], want[0])
     most_scales, most_codes = max(1, int(1e-5 * got[1].numel())), max(1, int(1e-4 * 2 * got[0].numel()))
@@ -234,10 +250,15 @@ def copy_us(case: Case, memory: Memory) -> float:
     return graph_us([source.clone for source in sources], None if case.stays_cold else memory.flush)
 
 
-def measured(case: Case, memory: Memory, backend: str, compiled: Call | None, copies: dict[tuple, float]) -> dict:
-    """Check one case, then time it and what stands beside it. Raises SystemExit where it is wrong."""
+def measured(
+    case: Case, memory: Memory, calls: tuple[Call, Call], compiled: Call | None, copies: dict[tuple, float]
+) -> dict:
+    """Check one case, then time it and what stands beside it. calls: ours and any_torch's.
+
+    Raises SystemExit where it is wrong.
+    """
     inputs, flush = memory.inputs(case), None if case.stays_cold else memory.flush
-    ours, plainest = call_of(case, backend), call_of(case, "any_torch")
+    ours, plainest = calls
     want = plainest(inputs[-1])
     if fault := faults(case, ours(inputs[-1]), want):
         raise SystemExit(f"{case}: {fault}; no time is taken")
@@ -256,8 +277,13 @@ def measured(case: Case, memory: Memory, backend: str, compiled: Call | None, co
 
 
 def compiled_of(case: Case, which: str) -> Call | None:
-    """`plain` compiled for a form and a size, sizes of x dynamic; blocked scales are no single PyTorch operation."""
-    if case.form == "blocked" or which == "none" or (which == "one" and (case.form, case.size) != ("packed", 64)):
+    """`plain` compiled for a form and a size, sizes of x dynamic; blocked scales are no single PyTorch operation, and a
+    whole row's matrix no block's."""
+    if (
+        case.form in ("blocked", FULL, SIGNED)
+        or which == "none"
+        or (which == "one" and (case.form, case.size) != ("packed", 64))
+    ):
         return None
     torch._dynamo.reset()
     matrix, factor = matrix_of(case.form, case.size, "cuda")
@@ -268,9 +294,8 @@ def compiled_of(case: Case, which: str) -> Call | None:
 
 def by_kernel(todo: list[Case]) -> Iterator[list[Case]]:
     """Cases of one form and size together, since they share what is compiled."""
-    for size in SIZES:
-        for form in FORMS:
-            yield [case for case in todo if (case.size, case.form) == (size, form)]
+    for size, form in dict.fromkeys((case.size, case.form) for case in todo):
+        yield [case for case in todo if (case.size, case.form) == (size, form)]
 
 
 def launch_costs(backend: str) -> dict[str, float]:
@@ -305,19 +330,24 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="M = K = 8192 and few rows only: under a minute")
     parser.add_argument("--backend", default="gpu_triton")
     parser.add_argument("--compiled", choices=("all", "one", "none"), help="default: all, with --quick one (R = 64)")
+    parser.add_argument("--forms", default=",".join((*FORMS, FULL, SIGNED)), help="which, separated by commas")
     given = parser.parse_args()
+    forms = given.forms.split(",")
+    if unknown := set(forms) - {*FORMS, FULL, SIGNED}:
+        parser.error(f"no form {', '.join(sorted(unknown))}; there are {', '.join((*FORMS, FULL, SIGNED))}")
     if not torch.cuda.is_available():
         raise SystemExit("this needs an NVIDIA GPU; `python -m benchmarks.cpu_kernels` is for the CPU")
     torch.manual_seed(0)
     torch.backends.cuda.matmul.allow_tf32 = False
-    todo, which = cases(given.quick), given.compiled or ("one" if given.quick else "all")
+    todo, which = cases(given.quick, forms), given.compiled or ("one" if given.quick else "all")
     memory = Memory(max(todo, key=lambda case: case.copies * case.rows * case.width))
     run_of = {**machine(), "run": datetime.datetime.now().isoformat(timespec="seconds"), "backend": given.backend}
     copies: dict[tuple, float] = {}
     for group in by_kernel(todo):
         compiled = compiled_of(group[0], which)
+        calls = call_of(group[0], given.backend), call_of(group[0], "any_torch")
         for case in group:
-            record = {**vars(case), **measured(case, memory, given.backend, compiled, copies)}
+            record = {**vars(case), **measured(case, memory, calls, compiled, copies)}
             print(line(record), flush=True)
             append(NAME, {**record, **run_of})
             torch.cuda.empty_cache()

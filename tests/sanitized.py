@@ -68,8 +68,9 @@ def ordered() -> None:
 
 
 def wide() -> None:
-    for size in (256, 768, 4096):
-        blocks = Blocks(hadamard(size).matrix.float().cuda(), size**-0.5, False)
+    for turn in (hadamard(256), hadamard(768), hadamard(4096), hadamard(8192), random_hadamard(8192)):
+        size = turn.matrix.shape[0]
+        blocks = Blocks(turn.matrix.float().cuda(), size**-0.5, False)
         gpu_wide.rotate(torch.randn(7, size, device="cuda").to(BF16), blocks, BF16)
 
 

@@ -11,7 +11,7 @@ import torch
 from comparing import assert_same_bits
 from gpu_cases import DEVICE, INTERPRETED, USUAL, Turn, assert_counted, assert_rotates, grid, here, manner, run
 from quarterturn import ops
-from quarterturn.backends import gpu_wide
+from quarterturn.backends import gpu_wide, gpu_wide_hopper
 from quarterturn.backends.protocol import Blocks
 from wide_matrices import by_factors, factors, product, signs
 
@@ -20,8 +20,11 @@ ORDERS = [
     (256,), (2, 256), (12, 64), (64, 12), (8, 12, 8), (1024,), (28, 128), (128, 28), (4096,), (8192,), (172, 64),
 ]  # fmt: skip
 """Of the factors, the outermost first: 256, 512, 768, 1024, 3584, 4096, 8192, 11008."""
-WIDEST = [(16384,), (28, 512), (512, 28), (172, 128), (28, 1024), (1024, 28), (32768,)]
-"""Of matrices that are not made: 14336, 16384, 22016, 28672, 32768."""
+WIDEST = [(20, 256), (16384,), (28, 512), (512, 28), (172, 128), (28, 1024), (1024, 28), (32768,)]
+"""Of matrices that are not made: 5120, 14336, 16384, 22016, 28672, 32768."""
+ON_HOPPER = gpu_wide_hopper.runs_on(DEVICE)
+BY_HOPPER = [(8192,), (20, 256), (12, 512), (28, 512), (16384,), (28, 1024), (108, 256), (32768,)]
+"""Of matrices that the kernel for Hopper takes."""
 SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 
 
@@ -73,16 +76,19 @@ def test_rotates_as_specified(orders: tuple[int, ...], signed: bool, transpose: 
 
 
 @grid(
-    small=lambda orders, signed, transpose: orders != (172, 128) and signed == transpose,
+    small=lambda orders, signed, transpose, hopper: orders != (172, 128) and signed == transpose,
+    keep=lambda orders, signed, transpose, hopper: not hopper or (ON_HOPPER and orders in BY_HOPPER),
     orders=WIDEST,
     signed=[False, True],
     transpose=[False, True],
+    hopper=[False, True],
 )
-def test_the_widest_by_their_factors(orders: tuple[int, ...], signed: bool, transpose: bool) -> None:
+def test_the_widest_by_their_factors(orders: tuple[int, ...], signed: bool, transpose: bool, hopper: bool) -> None:
     made, factor = factors(*orders, signed=signed), math.prod(orders) ** -0.5
     for dtype in SIXTEEN_BITS if signed or not INTERPRETED else SIXTEEN_BITS[:1]:
-        wide = gpu_wide.make_wide(made, factor, transpose, dtype, DEVICE)
+        wide = gpu_wide.make_wide(made, factor, transpose, dtype, DEVICE, hopper)
         assert wide is not None
+        assert wide.hopper == hopper
         x = torch.randint(-8, 9, (3, wide.size)).to(dtype)
         want = by_factors(x, made, transpose) * torch.tensor(factor).double() + 0.0
         for out in (torch.float32, dtype):
@@ -92,6 +98,25 @@ def test_the_widest_by_their_factors(orders: tuple[int, ...], signed: bool, tran
         got = gpu_wide.rotate_wide(random.to(DEVICE), wide, torch.float32).cpu().double()
         want = by_factors(random, made, transpose) * torch.tensor(factor).double()
         assert_within_fp32(got, want, random.double().norm(dim=1, keepdim=True) * wide.size**-0.5)
+
+
+@grid(keep=lambda m: ON_HOPPER, m=[1, 2, 131, 132, 133, 263, 264, 265, 528, 1000])
+def test_rows_of_the_hopper_kernel(m: int) -> None:
+    """Fewer than there are programs, as many, and several a program; beyond the last row nothing is written."""
+    for orders in BY_HOPPER:
+        made = factors(*orders)
+        for dtype in SIXTEEN_BITS:
+            plain, ours = (gpu_wide.make_wide(made, 0.01, False, dtype, DEVICE, hopper) for hopper in (False, True))
+            assert plain is not None
+            assert ours is not None
+            assert ours.hopper
+            x = torch.randint(-8, 9, (m, ours.size), device=DEVICE).to(dtype)
+            for out in (torch.float32, dtype):
+                want = gpu_wide.rotate_wide(x, plain, out)
+                memory = torch.full((m + 1, ours.size), float("nan"), dtype=out, device=DEVICE)
+                gpu_wide._launch(x, ours, memory[:m])
+                assert_same_bits(memory[:m].cpu(), want.cpu(), f"{orders}, {dtype} to {out}")
+                assert memory[m].isnan().all()
 
 
 def assert_within_fp32(got: torch.Tensor, want: torch.Tensor, size: torch.Tensor) -> None:
@@ -126,7 +151,7 @@ def test_no_rows_and_other_strides(orders: tuple[int, ...]) -> None:
     assert run(ops.rotate, big[:0, :k], *turn)[0].shape == (0, k)
 
 
-@grid(small=lambda orders: True, orders=[(512,), (12, 64), (64, 12)])
+@grid(small=lambda orders: orders != (8192,), orders=[(512,), (12, 64), (64, 12), (8192,)])
 def test_no_number_spreads_over_its_block_alone(orders: tuple[int, ...]) -> None:
     """NaN and Inf as a sum of all of a block's values has them, and finite neighbours in the same tile."""
     turn, k = wide_turn(orders, True, False), math.prod(orders)

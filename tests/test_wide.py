@@ -3,6 +3,7 @@ which matrices have none."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import reduce
 
 import pytest
@@ -10,11 +11,11 @@ import torch
 from torch import Tensor
 
 from quarterturn.backends import factors as factors_module
-from quarterturn.backends import gpu_wide
+from quarterturn.backends import gpu_wide, gpu_wide_hopper
 from quarterturn.backends.factors import factorize
 from quarterturn.backends.gpu_wide import RUN, Wide, cut, fits, make_wide, rotate
 from quarterturn.backends.protocol import Blocks
-from wide_matrices import factors, product, signs
+from wide_matrices import by_factors, factors, product, signs
 
 CPU = torch.device("cpu")
 H = torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64)
@@ -55,6 +56,11 @@ def made(*orders: int, signed: bool = False, dtype: torch.dtype = torch.bfloat16
 
 def multiplied(wide: Wide) -> Tensor:
     """The matrix of a form, float64."""
+    if wide.hopper:
+        bits = [words if words is None else read(words, wide) for read, words in (
+            (left_signs, wide.left), (right_signs, wide.right),
+        )]  # fmt: skip
+        wide = replace(wide, left=bits[0], right=bits[1])
     twos = [[H] * (n.bit_length() - 1) for n in (wide.outer, wide.inner)]
     dense = wide.dense[: wide.order, : wide.order].double().T.contiguous()
     entries = reduce(torch.kron, [*twos[0], dense, *twos[1]]) * wide.factor
@@ -63,6 +69,78 @@ def multiplied(wide: Wide) -> Tensor:
             assert set(bits.tolist()) <= {0, -(2**15)}
             entries = entries * torch.where(bits < 0, -1.0, 1.0).view(shape)
     return entries
+
+
+def left_signs(words: Tensor, wide: Wide) -> Tensor:
+    """The sign bits (R,) that the Hopper kernel's words change in x: a thread has 16 bytes of every 32nd row."""
+    d, n = torch.arange(wide.order).view(-1, 1), torch.arange(wide.inner)
+    word = words[n // 64, d % 32 * 8 + n % 64 // 8]
+    place = d // 32 * 4 + n % 8 // 2 + n % 2 * 16
+    return -((word >> place & 1) << 15).to(torch.int16).flatten()
+
+
+def right_signs(words: Tensor, wide: Wide) -> Tensor:
+    """Those that it changes in the output: a lane has eight neighbours in both halves of 64 and of a warp's 16 rows."""
+    d, n = torch.arange(wide.order).view(-1, 1), torch.arange(wide.inner)
+    word = words[n // 64, d // 16 * 32 + d % 8 * 4 + n % 32 // 8]
+    place = d % 16 // 8 * 16 + n % 64 // 32 * 8 + n % 8
+    return -((word >> place & 1) << 15).to(torch.int16).flatten()
+
+
+HOPPER = {
+    (4096,): None,
+    (8192,): (128, 64),
+    (16384,): (128, 128),
+    (32768,): (128, 256),
+    (12, 512): (96, 64),
+    (20, 256): (80, 64),
+    (28, 512): (112, 128),
+    (28, 1024): (112, 256),
+    (108, 128): (108, 128),
+    (28, 128): None,
+    (512, 28): None,
+    (172, 64): None,
+    (2, 12, 2, 20): None,
+}
+"""Which forms the kernel for Hopper takes, as the orders of its dense factor and of what is inside."""
+
+
+@pytest.mark.parametrize("orders", HOPPER, ids=str)
+def test_which_forms_the_hopper_kernel_takes(orders: tuple[int, ...]) -> None:
+    wide = make_wide(factors(*orders, signed=False), 1.0, False, torch.bfloat16, CPU, hopper=True)
+    want = HOPPER[orders]
+    if want is None:
+        other = make_wide(factors(*orders, signed=False), 1.0, False, torch.bfloat16, CPU)
+        assert (wide is None) == (other is None)
+        if wide is not None and other is not None:
+            assert not wide.hopper
+            assert (wide.order, wide.outer, wide.inner) == (other.order, other.outer, other.inner)
+        return
+    assert wide is not None
+    assert wide.hopper
+    assert wide.outer == 1
+    assert (wide.order, wide.inner) == want
+    assert wide.padded == gpu_wide_hopper.PADDED
+
+
+@pytest.mark.parametrize("transpose", [False, True])
+@pytest.mark.parametrize("orders", [(8192,), (20, 256), (12, 512)], ids=str)
+def test_the_hopper_form_is_the_matrix(orders: tuple[int, ...], transpose: bool) -> None:
+    made = factors(*orders)
+    wide = make_wide(made, -0.3, transpose, torch.bfloat16, CPU, hopper=True)
+    assert wide is not None
+    assert wide.hopper
+    x = torch.randint(-8, 9, (3, wide.size)).double()
+    want = by_factors(x, made, transpose) * torch.tensor(-0.3).double()
+    assert torch.equal(x @ multiplied(wide), want)
+
+
+@pytest.mark.parametrize("place", ["left_words", "right_words"])
+def test_one_sign_read_wrong_turns_that_red(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = getattr(gpu_wide_hopper, place)
+    monkeypatch.setattr(gpu_wide_hopper, place, lambda *given: kept(*given) ^ (1 << 7))
+    with pytest.raises(AssertionError):
+        test_the_hopper_form_is_the_matrix((8192,), False)
 
 
 @pytest.mark.parametrize("orders", FORMS, ids=str)
@@ -98,7 +176,7 @@ def test_the_form_is_the_matrix(
 
 
 FAULTS = {
-    "signs read as none": ("_sign_bits", lambda kept: lambda signs: torch.zeros(len(signs), dtype=torch.int16)),
+    "signs read as none": ("_sign_bits", lambda kept: lambda signs, *_: torch.zeros(len(signs), dtype=torch.int16)),
     "random signs taken for those of the dense factor": ("_absorbed", lambda kept: lambda *a: (None, kept(*a)[1])),
     "one more factor is of order two": ("_window", lambda kept: lambda parts: shorter(kept(parts))),
 }

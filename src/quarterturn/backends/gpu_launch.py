@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..errors import BackendRefusal, refusal
 from ..formats import E8M0_THRESHOLDS, INV6, MXFP4
 from ..kernels import CODES, ROTATED, VALUES
 from ..layouts import BLOCKED_128x4
@@ -346,7 +347,7 @@ def _launch_hopper(task: Task) -> None:
     )  # fmt: skip
 
 
-class _Described(NamedTuple):
+class Described(NamedTuple):
     """What Triton's launcher asks of a tensor descriptor, without the checks that making one repeats at every call."""
 
     base: Tensor
@@ -377,7 +378,7 @@ def hopper_launcher(config: HopperConfig) -> Callable[..., None]:
         like, like, fp32, like.view(word), byte, fp32, fp32, 2, 2, 2, 2, 1.5, 1.5, 1.5, **constants, grid=(1,),
     )  # fmt: skip
     compiled._init_handles()
-    _share_all_memory(compiled.function)
+    share_all_memory(compiled.function)
     index, run, function, metadata = config.device.index, compiled.run, compiled.function, compiled.packed_metadata
     constexprs = [constants[name] for name in kernel.arg_names if name in constants]
     stream_of = driver.active.get_current_stream
@@ -385,14 +386,29 @@ def hopper_launcher(config: HopperConfig) -> Callable[..., None]:
     def start(programs: int, x: Tensor, operand: Tensor, matrix: Tensor, out: Tensor, *rest: Any) -> None:
         run(
             programs, 1, 1, stream_of(index), function, metadata, None, None, None,
-            _Described(x, [x.numel() // width, width], strides), _Described(operand, [count * width, width], strides),
+            Described(x, [x.numel() // width, width], strides), Described(operand, [count * width, width], strides),
             x, operand, matrix, out, *rest, *constexprs,
         )  # fmt: skip
 
     return start
 
 
-def _share_all_memory(function: int) -> None:
+def share_all_memory(function: int) -> None:
     """Ask the driver for all the shared memory that a multiprocessor can have: several programs are to fit on it."""
     preferred_carveout, percent = 9, 100
     ctypes.CDLL("libcuda.so.1").cuFuncSetAttribute(ctypes.c_void_p(function), preferred_carveout, percent)
+
+
+def require_barriers(operation: str, compiled: Any, byte: int, do: str) -> None:
+    """The texts of ring_ptx.py look for a kernel's barriers at a byte of shared memory: refuse where they are not."""
+    from ..kernels import ring_ptx
+
+    there = ring_ptx.barriers_in(compiled.asm["ptx"])
+    if there != byte:
+        raise refusal(
+            operation,
+            "this Triton lays out shared memory in another way than the kernel's own code expects.",
+            needs=[(f"barriers at byte {byte}", str(there))],
+            do=f"pip install triton==3.6.0, or choose {do}",
+            kind=BackendRefusal,
+        )

@@ -236,7 +236,7 @@ def launcher(config: Config) -> Callable[..., None]:
         launch_pdl=config.after,
     )  # fmt: skip
     compiled._init_handles()
-    gpu_launch._share_all_memory(compiled.function)
+    gpu_launch.share_all_memory(compiled.function)
     index, run, function = config.device.index, compiled.run, compiled.function
     num_warps, _, shared = compiled.packed_metadata
     # The kernel is one of a single program; launched as clusters of `split`, whose size the launcher takes from here.

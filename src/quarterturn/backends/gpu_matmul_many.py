@@ -15,10 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..errors import BackendRefusal, refusal
 from ..formats import MXFP4, FP4Format
 from ..weight_layout import Fragments
-from .gpu_launch import _Described, capability, multiprocessors
+from .gpu_launch import Described, capability, multiprocessors, require_barriers
 
 
 class Cut(NamedTuple):
@@ -213,7 +212,6 @@ def launcher(config: Config) -> Callable[..., None]:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
     from triton.runtime import driver
 
-    from ..kernels import ring_ptx
     from ..kernels.matmul_many import barriers_at
     from ..kernels.matmul_many import matmul_many as kernel
 
@@ -228,27 +226,20 @@ def launcher(config: Config) -> Callable[..., None]:
         int32, int32, like, fp32, fp32, fp32, fp32, int32, 2, 2, 2, 2, 2, 2, 2, **constants, **config.options(),
         launch_pdl=True, grid=(1,),
     )  # fmt: skip
-    there, want = ring_ptx.barriers_in(compiled.asm["ptx"]), barriers_at(how.rows, how.tokens, how.natural)
-    if there != want:
-        raise refusal(
-            "fp4_matmul",
-            "this Triton lays out shared memory in another way than the kernel's own code expects.",
-            needs=[(f"barriers at byte {want}", str(there))],
-            do='pip install triton==3.6.0, or choose weights="decoded"',
-            kind=BackendRefusal,
-        )
+    byte = barriers_at(how.rows, how.tokens, how.natural)
+    require_barriers("fp4_matmul", compiled, byte, 'weights="decoded"')
     compiled._init_handles()
     index, run, function, metadata = config.device.index, compiled.run, compiled.function, compiled.packed_metadata
     constexprs = [constants[name] for name in kernel.arg_names if name in constants]
     stream_of, by_tma = driver.active.get_current_stream, config.by_tma
-    unused = _Described(like, [1024, 1024], [1024, 1])
+    unused = Described(like, [1024, 1024], [1024, 1])
 
     def start(programs: int, x: Tensor, codes: Tensor, scales: Tensor, y: Tensor, *rest: Any) -> None:
         m, width = x.shape
         n = y.shape[1]
         run(
             programs, 1, 1, stream_of(index), function, metadata, None, None, None,
-            _Described(x, [m, width], [x.stride(0), 1]), _Described(y, [m, n], [n, 1]) if by_tma else unused,
+            Described(x, [m, width], [x.stride(0), 1]), Described(y, [m, n], [n, 1]) if by_tma else unused,
             codes, scales, y, *rest, *constexprs,
         )  # fmt: skip
 

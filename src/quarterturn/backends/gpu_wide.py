@@ -1,4 +1,5 @@
-"""Rotation by a wide +-1 matrix on a GPU: its factors as kernels/hadamard_wide.py multiplies them, and the launch.
+"""Rotation by a wide +-1 matrix on a GPU: its factors as kernels/hadamard_wide.py multiplies them, and the launch. On
+Hopper kernels/hadamard_wide_hopper.py takes those of its forms (gpu_wide_hopper.py).
 
 | takes    | bf16 or fp16 x; blocks of 256 and more that have factors, of order 2 all but a product of up to 256       |
 | does not | more than 32,768 values a block, padding of the dense factor included: a tile must fit in the registers   |
@@ -14,12 +15,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..settings import triton_interprets
+from . import gpu_wide_hopper
 from .capturing import lasting
 from .factors import WIDE, Factors, factors_of
 from .gpu_launch import capability, multiprocessors, on_device
@@ -43,8 +46,9 @@ RUN = 8
 class Wide:
     """A wide matrix, in the direction it is used, as the kernel takes it.
 
-    dense: (P, P) of x's dtype, [output, input], zeros from `order` on. left, right: int16 (R,) sign bits, or None where
-    nothing is negated. factor: what their product lacks. outer, inner: the product of the factors of order 2 around.
+    dense: (P, P) of x's dtype, [output, input], zeros from `order` on. left, right: int16 (R,) sign bits, or words of
+    them in the order of the Hopper kernel, or None where nothing is negated. factor: what their product lacks. outer,
+    inner: the product of the factors of order 2 around. hopper: the form is that of the Hopper kernel.
     """
 
     dense: Tensor
@@ -54,6 +58,7 @@ class Wide:
     order: int
     outer: int
     inner: int
+    hopper: bool = False
 
     @property
     def size(self) -> int:
@@ -106,9 +111,11 @@ def wide_of(blocks: Blocks, x: Tensor) -> Wide | None:
         factors = factors_of(matrix)
         if capturing:
             return None
-        made[key] = None if factors is None else lasting(matrix.device, lambda: make_wide(factors, *key, matrix.device))
+        hopper = gpu_wide_hopper.runs_on(x.device)
+        make = partial(make_wide, factors, *key, matrix.device, hopper) if factors is not None else None
+        made[key] = None if make is None else lasting(matrix.device, make)
     wide: Wide | None = made[key]
-    if wide is None or not fits(wide, capability(x.device) if x.is_cuda else (8, 0)):
+    if wide is None or not (wide.hopper or fits(wide, capability(x.device) if x.is_cuda else (8, 0))):
         return None
     if capturing:
         _CAPTURED[id(wide)] = wide
@@ -127,19 +134,23 @@ def fits(wide: Wide, at: tuple[int, int]) -> bool:
 
 
 def make_wide(
-    factors: Factors, factor: float, transpose: bool, dtype: torch.dtype, device: torch.device
+    factors: Factors, factor: float, transpose: bool, dtype: torch.dtype, device: torch.device, hopper: bool = False
 ) -> Wide | None:
     """The form of the matrix that has these factors; None where it is too wide or its dense factor too large.
+
+    hopper: the Hopper kernel's form where the matrix has one.
 
     For bf16 the sign of the factor and its power of two go over to the dense factor, so that no sum overflows which the
     factor would bring back; fp16 has no number that large.
     """
     factors = factors.transposed() if transpose else factors
     parts = [part.cpu() for part in factors.parts]
-    window = _window(parts)
+    window = _window(parts, gpu_wide_hopper.PADDED) if hopper else None
+    hopper = window is not None and gpu_wide_hopper.takes(*_orders(parts, window))
+    window = window if hopper else _window(parts)
     if window is None:
         return None
-    outer, order, inner = (math.prod(map(len, p)) for p in (parts[: window.start], parts[window], parts[window.stop :]))
+    order, outer, inner = _orders(parts, window)
     dense = torch.ones(1, 1, dtype=torch.float64, device="cpu")
     for part in parts[window]:
         dense = torch.kron(dense, part)
@@ -151,12 +162,23 @@ def make_wide(
     size = max(16, _power_above(order))  # what a matrix unit takes
     padded = torch.zeros(size, size, dtype=dtype, device="cpu")
     padded[:order, :order] = dense.T
-    left, right = (None if signs is None else _sign_bits(signs).to(device) for signs in (left, right))
-    return Wide(padded.to(device), left, right, math.ldexp(abs(factor), -power), order, outer, inner)
+    read_left, read_right = (
+        (gpu_wide_hopper.left_words, gpu_wide_hopper.right_words) if hopper else (_sign_bits, _sign_bits)
+    )
+    left = None if left is None else read_left(left, order, inner).to(device)
+    right = None if right is None else read_right(right, order, inner).to(device)
+    return Wide(padded.to(device), left, right, math.ldexp(abs(factor), -power), order, outer, inner, hopper)
 
 
-def _window(parts: list[Tensor]) -> slice | None:
-    """The neighbouring factors that are multiplied into one: all that are not H, and as many more as are worth it.
+def _orders(parts: list[Tensor], window: slice) -> tuple[int, int, int]:
+    """Of the factors of a window, of those outside and of those inside."""
+    order, outer, inner = (math.prod(map(len, p)) for p in (parts[window], parts[: window.start], parts[window.stop :]))
+    return order, outer, inner
+
+
+def _window(parts: list[Tensor], enough: int | None = None) -> slice | None:
+    """The neighbouring factors that are multiplied into one: all that are not H, and as many more as are worth it, up
+    to an order of `enough`.
 
     More from the inner side as long as whole runs of values are left there, else from the outer side.
     """
@@ -169,7 +191,7 @@ def _window(parts: list[Tensor]) -> slice | None:
     values = _power_above(order()) * (math.prod(map(len, parts)) // order())
     if order() > DENSE or values > TILE:
         return None
-    enough = 64 if values <= SMALL else 128
+    enough = enough or (64 if values <= SMALL else 128)
     while 2 * order() <= enough:
         inner = math.prod(map(len, parts[stop:]))
         if 1 < inner < RUN or inner > RUN:
@@ -193,7 +215,7 @@ def _absorbed(signs: Tensor, outer: int, order: int, inner: int) -> tuple[Tensor
     return (None, own) if bool((rest == 1).all()) else (signs, torch.ones_like(own))
 
 
-def _sign_bits(signs: Tensor) -> Tensor:
+def _sign_bits(signs: Tensor, *_: int) -> Tensor:
     """int16: the sign bit of a 16-bit number where a sign is negative, else 0."""
     return torch.where(signs < 0, -(1 << 15), 0).to(torch.int16)
 
@@ -230,6 +252,9 @@ def constants(wide: Wide, at: tuple[int, int]) -> dict[str, Any]:
 
 
 def _launch(x: Tensor, wide: Wide, out: Tensor) -> None:
+    if wide.hopper:
+        gpu_wide_hopper.launch(x, wide.dense, wide.left, wide.right, wide.factor, wide.order, wide.inner, out)
+        return
     from ..kernels.hadamard_wide import hadamard_wide as kernel
 
     at = capability(x.device) if x.is_cuda else (8, 0)

@@ -1,0 +1,164 @@
+"""Launches of kernels/hadamard_wide_hopper.py: which wide matrices it takes, its words of signs, and how it is cut."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..settings import triton_interprets
+from .gpu_launch import (
+    HOPPER_TRITON,
+    Described,
+    capability,
+    multiprocessors,
+    require_barriers,
+    share_all_memory,
+    triton_version,
+)
+
+PADDED = 128
+"""The dense factor's order, padding included; of 64 and less half of it would be padding."""
+INNERS = (64, 128, 256)
+"""Products of the factors of order 2 inside it: values of a row that are neighbours."""
+
+
+class Cut(NamedTuple):
+    """Rows that have room in shared memory, units of 16 KB on their way, programs a multiprocessor, and the registers a
+    thread that so many programs leave."""
+
+    stages: int
+    flight: int
+    programs: int
+    registers: int | None
+
+
+CUTS = {256: Cut(2, 3, 1, None), 128: Cut(2, 1, 2, 80), 64: Cut(4, 1, 2, 80)}
+"""By INNER, measured on an H200 at 2^26 values."""
+
+
+def runs_on(device: torch.device) -> bool:
+    return (
+        device.type == "cuda"
+        and capability(device)[0] == 9
+        and triton_version() in HOPPER_TRITON
+        and not triton_interprets()
+    )
+
+
+def takes(order: int, outer: int, inner: int) -> bool:
+    """Whether a dense factor of that order between such products of factors of order 2 is the kernel's."""
+    return PADDED // 2 < order <= PADDED and outer == 1 and inner in INNERS
+
+
+def left_words(signs: Tensor, order: int, inner: int) -> Tensor:
+    """int32 (inner / 64, 256): the signs (order * inner,) of x, as the kernel's threads change them."""
+    # (row / 32, row % 32, slice, pair / 4, pair % 4, which of the pair)
+    bits = _padded(signs, order, inner).view(4, 32, -1, 8, 4, 2).permute(2, 1, 3, 5, 0, 4)
+    return _words(bits)
+
+
+def right_words(signs: Tensor, order: int, inner: int) -> Tensor:
+    """int32 (inner / 64, 256): the signs (order * inner,) of the output, as the kernel's threads hold it."""
+    # (warp, half of its rows, row, slice, n / 32, n / 8 % 4, n % 8)
+    bits = _padded(signs, order, inner).view(8, 2, 8, -1, 2, 4, 8).permute(3, 0, 2, 5, 1, 4, 6)
+    return _words(bits)
+
+
+def _padded(signs: Tensor, order: int, inner: int) -> Tensor:
+    """Whether a sign is negative, int64 (PADDED, inner)."""
+    negative = torch.zeros(PADDED, inner, dtype=torch.int64, device=signs.device)
+    negative[:order] = (signs < 0).view(order, inner)
+    return negative
+
+
+def _words(bits: Tensor) -> Tensor:
+    """int32 (slices, 256) of bits (slices, ..., ...) that are 32 a word, the lowest first."""
+    places = torch.arange(32, dtype=torch.int64, device=bits.device)
+    words = (bits.reshape(bits.shape[0], 256, 32) << places).sum(2)
+    return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
+
+
+class Config(NamedTuple):
+    """What the kernel is compiled for. left, right: whether it reads signs."""
+
+    device: torch.device
+    order: int
+    inner: int
+    dtype: torch.dtype
+    out_dtype: torch.dtype
+    left: bool
+    right: bool
+
+    @property
+    def chunk(self) -> int:
+        """Values of the dense factor's index in a unit."""
+        return 8192 // self.inner
+
+    def constants(self) -> dict[str, Any]:
+        """The constexpr arguments of the kernel."""
+        from ..kernels import ring_ptx
+        from ..kernels.hadamard_wide_hopper import NUM_WARPS
+
+        how = CUTS[self.inner]
+        return {
+            "ORDER": self.order, "SLICES": self.inner // 64, "CHUNK": self.chunk, "STAGES": how.stages,
+            "FLIGHT": how.flight, "LEFT": self.left, "RIGHT": self.right, "WAIT": ring_ptx.wait_asm(),
+            "LEAVE": ring_ptx.leave_asm(), "num_warps": NUM_WARPS,
+        }  # fmt: skip
+
+
+def launch(
+    x: Tensor, dense: Tensor, left: Tensor | None, right: Tensor | None, factor: float, order: int, inner: int,
+    out: Tensor,
+) -> None:  # fmt: skip
+    """x (rows, blocks of order * inner), contiguous -> out. left, right: words of signs."""
+    if x.data_ptr() % 16:
+        x = x.clone()
+    rows = x.numel() // (order * inner)
+    programs = CUTS[inner].programs * multiprocessors(x.device)
+    config = Config(x.device, order, inner, x.dtype, out.dtype, left is not None, right is not None)
+    launcher(config)(min(rows, programs), x, out, dense, left, right, rows, factor)
+
+
+@lru_cache(maxsize=512)
+def launcher(config: Config) -> Callable[..., None]:
+    """The kernel of a configuration, compiled at the first call and launched with little Python after that."""
+    from triton.experimental.gluon.language import NVMMASharedLayout
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+    from triton.runtime import driver
+
+    from ..kernels.hadamard_wide_hopper import barriers_at
+    from ..kernels.hadamard_wide_hopper import hadamard_wide_hopper as kernel
+
+    constants, how, order, inner = config.constants(), CUTS[config.inner], config.order, config.inner
+    strides = [order * inner, inner, 1]
+    # Any memory will do to compile for: 16-byte aligned, as what the op allocates is and x was made to be.
+    like = torch.empty(1, order, inner, dtype=config.dtype, device=config.device)
+    words, out = like.view(-1)[:256].view(torch.int32), torch.empty(16, dtype=config.out_dtype, device=config.device)
+    layout = NVMMASharedLayout(128, 16, 3)
+    compiled = kernel.warmup(
+        TensorDescriptor(like, [1, order, inner], strides, [1, config.chunk, 64], layout), out, like, words, words, 2,
+        1.5, **constants, maxnreg=how.registers, launch_pdl=True, grid=(1,),
+    )  # fmt: skip
+    require_barriers("rotate", compiled, barriers_at(inner // 64, how.stages), 'backend="any_torch"')
+    compiled._init_handles()
+    share_all_memory(compiled.function)
+    index, run, function, metadata = config.device.index, compiled.run, compiled.function, compiled.packed_metadata
+    constexprs = [constants[name] for name in kernel.arg_names if name in constants]
+    stream_of = driver.active.get_current_stream
+
+    def start(
+        programs: int, x: Tensor, out: Tensor, dense: Tensor, left: Tensor | None, right: Tensor | None, rows: int,
+        factor: float,
+    ) -> None:  # fmt: skip
+        run(
+            programs, 1, 1, stream_of(index), function, metadata, None, None, None,
+            Described(x, [rows, order, inner], strides), out, dense, dense if left is None else left,
+            dense if right is None else right, rows, factor, *constexprs,
+        )  # fmt: skip
+
+    return start
