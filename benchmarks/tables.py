@@ -42,7 +42,7 @@ def rotate_quantize(records: list[dict[str, Any]]) -> str:
     if not records:
         return "Not measured yet: `make bench` on a machine with an NVIDIA GPU fills this in."
     newest = fullest(records)
-    found = {(r["form"], r["size"], r["rows"], r["width"]): r for r in newest if r["form"] != "launch"}
+    found = {(r["form"], r["size"], r["rows"], r["width"]): r for r in newest if r["form"] in FORM_NAMES}
     shapes = [s for s in SHAPES if any(key[2:] == s for key in found)]
     lines = [
         "Microseconds, and in brackets the speed as a fraction of a device copy of as many bytes in the same run.",
@@ -72,8 +72,38 @@ def _origin(records: list[dict[str, Any]]) -> str:
     cost = next((r["host_us"]["packed"] for r in records if r["form"] == "launch"), None)
     host = f" A call of the op cost {cost:.0f} µs of host time." if cost else ""
     command = "`python -m benchmarks.gpu_rotate_quantize`"
-    machine = f"{first['gpu']}, driver {first['driver']}, torch {first['torch']}, triton {first['triton']}"
-    return f"bf16 input, CUDA graphs, {command} on {machine}, {first['date']}.{against}{host}"
+    return f"bf16 input, CUDA graphs, {command} on {_machine(first)}.{against}{host}"
+
+
+FULL_NAMES = {"full": "a Hadamard matrix", "full_signed": "one with random signs at its rows"}
+
+
+def rotate_full(records: list[dict[str, Any]]) -> str:
+    """The table of the fullest run of matrices as wide as a row in results/gpu_rotate_quantize.jsonl."""
+    newest = fullest([record for record in records if record["form"] in FULL_NAMES])
+    widths = sorted({r["width"] for r in newest})
+    lines = [
+        "Microseconds, and in brackets the speed as a fraction of a device copy of as many bytes in the same run.",
+        "",
+        "| rotation by | rows | " + " | ".join(f"K = {width}" for width in widths) + " |",
+        "|" + "---|" * (2 + len(widths)),
+    ]
+    for form, name in FULL_NAMES.items():
+        found = {(r["rows"], r["width"]): r for r in newest if r["form"] == form}
+        few = sorted(rows for rows in {key[0] for key in found} if all((rows, width) in found for width in widths))
+        for rows in few:
+            cells = [_cell(found[rows, width]) for width in widths]
+            lines.append(f"| {name} | {rows} | " + " | ".join(cells) + " |")
+        most = [max((key for key in found if key[1] == width), default=None) for width in widths]
+        cells = ["" if key is None else _cell(found[key]) for key in most]
+        lines.append(f"| {name} | 2^26 / K | " + " | ".join(cells) + " |")
+    command = "`python -m benchmarks.gpu_rotate_quantize --forms full,full_signed`"
+    return "\n".join([*lines, "", f"bf16 input, CUDA graphs, {command} on {_machine(newest[0])}."])
+
+
+def _machine(record: dict[str, Any]) -> str:
+    versions = f"driver {record['driver']}, torch {record['torch']}, triton {record['triton']}"
+    return f"{record['gpu']}, {versions}, {record['date']}"
 
 
 PRODUCT_TOKENS = (1, 16, 64, 128, 256, 1024, 4096)
@@ -205,6 +235,7 @@ def cpu_model(records: list[dict[str, Any]]) -> str:
 
 TABLES: dict[str, tuple[str, Callable[[list[dict[str, Any]]], str]]] = {
     "rotate_quantize": ("gpu_rotate_quantize", rotate_quantize),
+    "rotate_full": ("gpu_rotate_quantize", rotate_full),
     "matmul": ("gpu_matmul", matmul),
     "model": ("gpu_model", model),
     "cpu_model": ("cpu_model", cpu_model),

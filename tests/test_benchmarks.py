@@ -14,6 +14,7 @@ from benchmarks import gpu_fp8, gpu_matmul, record, tables
 from benchmarks import gpu_rotate_quantize as bench
 
 Case = bench.Case
+ALL = (*bench.FORMS, bench.FULL, bench.SIGNED)
 
 
 def test_bytes_of_a_case() -> None:
@@ -24,17 +25,18 @@ def test_bytes_of_a_case() -> None:
 
 
 def test_inputs_leave_the_cache() -> None:
-    for case in bench.cases(quick=False):
+    for case in bench.cases(False, ALL):
         traffic = case.copies * (case.bytes_read + case.bytes_written)
         assert bench.FEWEST <= case.copies <= bench.MOST
         assert traffic >= bench.COLD or not case.stays_cold
 
 
 def test_every_case_is_there_once_and_kernels_stay_together() -> None:
-    todo = bench.cases(quick=False)
-    assert len(todo) == len(set(todo)) == 4 * 5 * (4 * 6 + 1)
+    todo = bench.cases(False, ALL)
+    assert len(todo) == len(set(todo)) == 4 * 5 * (4 * 6 + 1) + 2 * 5 * 4
     assert [c for group in bench.by_kernel(todo) for c in group] == todo
-    assert {(c.rows, c.width) for c in bench.cases(quick=True)} == set(bench.QUICK)
+    assert {(c.rows, c.width) for c in bench.cases(True, bench.FORMS)} == set(bench.QUICK)
+    assert {c.form for c in bench.cases(True, ["full"])} == {"full"}
 
 
 @pytest.mark.parametrize("form", bench.FORMS)
@@ -47,6 +49,17 @@ def test_the_plain_definition_and_the_calls_are_the_same_numbers(form: str) -> N
     if form != "blocked":
         assert not bench.faults(case, bench.plain(x, matrix, factor, form), want)
     assert not bench.faults(case, bench.call_of(case, "auto", "cpu")(x), want)
+
+
+@pytest.mark.parametrize("form", [bench.FULL, bench.SIGNED])
+def test_a_matrix_as_wide_as_a_row(form: str) -> None:
+    case, x = Case(form, 512, 5, 512), torch.randn(5, 512).bfloat16()
+    assert (case.bytes_read, case.bytes_written) == (5120, 5120)
+    matrix, factor = bench.matrix_of(form, 512, "cpu")
+    assert (form == bench.SIGNED) == bool((matrix[:, 0] != matrix[0, 0]).any())
+    want = bench.call_of(case, "any_torch", "cpu")(x)
+    assert not bench.faults(case, ((x.double() @ matrix.double() * factor).bfloat16(),), want)
+    assert bench.faults(case, ((x.double() @ matrix.double().T * -factor).bfloat16(),), want)
 
 
 @pytest.mark.parametrize("form", bench.FORMS)

@@ -28,7 +28,7 @@ def compiled(inner: int, signed: bool, dtype: torch.dtype = BF16, out: torch.dty
     from triton.experimental.gluon.language import NVMMASharedLayout
 
     config = Config(torch.device("cpu"), 112, inner, dtype, out, signed, signed)
-    x = f"tensordesc<{TYPE[dtype]}[1, {config.chunk}, 64],{NVMMASharedLayout(128, 16, 3)!r}>"
+    x = f"tensordesc<{TYPE[dtype]}[1, {CUTS[inner].chunk}, 64],{NVMMASharedLayout(128, 16, 3)!r}>"
     signature = {
         "x_desc": x, "z_ptr": f"*{TYPE[out]}", "dense_ptr": f"*{TYPE[dtype]}", "left_ptr": "*i32", "right_ptr": "*i32",
         "rows": "i32", "factor": "fp32",

@@ -141,7 +141,8 @@ def hadamard(size: int) -> Transform:
     """The deterministic Hadamard transform of an order, a +-1 matrix with the factor 1/sqrt(size).
 
     Orders: 2^k, and 2^k times a Paley order (q + 1 for a prime q = 3 mod 4, 2 (q + 1) for a prime q = 1 mod 4), which
-    gives 12, 20, 24, 28, 36, 44, 48, ... Powers of two are Sylvester's matrix, which is symmetric; the others are not.
+    gives 12, 20, 24, 28, 36, 44, 48, ... Powers of two are Sylvester's matrix, which is symmetric; the others are
+    Paley's times Sylvester's (Kronecker's product), which turns neighbours, as in QuIP's transforms: not symmetric.
     Raises Refusal for other orders and says the nearest that can be built. Source: Paley, "On orthogonal matrices",
     J. Math. Phys. 12 (1933).
     """
@@ -181,10 +182,10 @@ def _hadamard_matrix(size: int) -> Tensor | None:
     base = _paley_base(size)
     if base is None:
         return None
-    entries = _base_matrix(base)
-    while entries.shape[0] < size:
-        entries = torch.cat((torch.cat((entries, entries), 1), torch.cat((entries, -entries), 1)))
-    return entries
+    doubled = torch.ones(1, 1, dtype=torch.float64, device="cpu")
+    while base * len(doubled) < size:
+        doubled = torch.cat((torch.cat((doubled, doubled), 1), torch.cat((doubled, -doubled), 1)))
+    return torch.kron(_base_matrix(base), doubled)
 
 
 def _paley_base(size: int) -> int | None:

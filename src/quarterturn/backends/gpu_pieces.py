@@ -20,7 +20,7 @@ class Pieces:
 
     hopper: for each output, the pieces block-diagonal to a unit's width, transposed, columns in its order.
     matrix: fp32 (R, R), in the direction it is used. near: for codes, hopper has but two of three pieces; scales next
-    to a tie have to be made from the matrix.
+    to a tie have to be made from the matrix. ready: they were written before the kernel that is launched before theirs.
     """
 
     pieces: Tensor
@@ -28,6 +28,7 @@ class Pieces:
     matrix: Tensor
     factor: float
     near: bool = False
+    ready: bool = True
 
     @property
     def size(self) -> int:
@@ -99,7 +100,7 @@ def make_pieces(blocks: Blocks, dtype: torch.dtype, look: bool = True) -> Pieces
     if matrix.is_cuda and torch.cuda.get_device_capability(matrix.device)[0] == 9 and dtype != torch.float32:
         hopper = {output: _hopper_pieces(stacked, output) for output in OUTPUTS}
         hopper[CODES] = hopper[CODES][:2]
-    return Pieces(stacked, hopper, matrix.contiguous(), math.ldexp(abs(factor), -power), near)
+    return Pieces(stacked, hopper, matrix.contiguous(), math.ldexp(abs(factor), -power), near, ready=look)
 
 
 def _hopper_pieces(pieces: Tensor, output: int) -> Tensor:

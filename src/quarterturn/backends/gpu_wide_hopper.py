@@ -27,17 +27,18 @@ INNERS = (64, 128, 256)
 
 
 class Cut(NamedTuple):
-    """Rows that have room in shared memory, units of 16 KB on their way, programs a multiprocessor, and the registers a
-    thread that so many programs leave."""
+    """Rows that have room in shared memory; of the dense factor's index, how many values make a unit, and units on
+    their way; programs a multiprocessor, and the registers a thread that so many leave."""
 
     stages: int
+    chunk: int
     flight: int
     programs: int
     registers: int | None
 
 
-CUTS = {256: Cut(2, 3, 1, None), 128: Cut(2, 1, 2, 80), 64: Cut(4, 1, 2, 80)}
-"""By INNER, measured on an H200 at 2^26 values."""
+CUTS = {256: Cut(2, 32, 3, 1, None), 128: Cut(2, 16, 6, 2, 80), 64: Cut(4, 32, 4, 2, 80)}
+"""By INNER, measured on an H200 at 2^26 values: some 40 KB on their way to each multiprocessor. More is slower."""
 
 
 def runs_on(device: torch.device) -> bool:
@@ -93,11 +94,6 @@ class Config(NamedTuple):
     left: bool
     right: bool
 
-    @property
-    def chunk(self) -> int:
-        """Values of the dense factor's index in a unit."""
-        return 8192 // self.inner
-
     def constants(self) -> dict[str, Any]:
         """The constexpr arguments of the kernel."""
         from ..kernels import ring_ptx
@@ -105,7 +101,7 @@ class Config(NamedTuple):
 
         how = CUTS[self.inner]
         return {
-            "ORDER": self.order, "SLICES": self.inner // 64, "CHUNK": self.chunk, "STAGES": how.stages,
+            "ORDER": self.order, "SLICES": self.inner // 64, "CHUNK": how.chunk, "STAGES": how.stages,
             "FLIGHT": how.flight, "LEFT": self.left, "RIGHT": self.right, "WAIT": ring_ptx.wait_asm(),
             "LEAVE": ring_ptx.leave_asm(), "num_warps": NUM_WARPS,
         }  # fmt: skip
@@ -141,7 +137,7 @@ def launcher(config: Config) -> Callable[..., None]:
     words, out = like.view(-1)[:256].view(torch.int32), torch.empty(16, dtype=config.out_dtype, device=config.device)
     layout = NVMMASharedLayout(128, 16, 3)
     compiled = kernel.warmup(
-        TensorDescriptor(like, [1, order, inner], strides, [1, config.chunk, 64], layout), out, like, words, words, 2,
+        TensorDescriptor(like, [1, order, inner], strides, [1, how.chunk, 64], layout), out, like, words, words, 2,
         1.5, **constants, maxnreg=how.registers, launch_pdl=True, grid=(1,),
     )  # fmt: skip
     require_barriers("rotate", compiled, barriers_at(inner // 64, how.stages), 'backend="any_torch"')

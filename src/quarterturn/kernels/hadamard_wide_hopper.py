@@ -4,8 +4,8 @@
 
 A row of x is a matrix (d, n), d below ORDER, n below INNER. A program takes rows in turn:
 
-    one warp         copies rows by TMA, in units of 16 KB that follow each other in memory, FLIGHT of them at a time:
-                     more would be in each other's way (docs/notes.md)
+    one warp         copies rows by TMA, in units of CHUNK values of d that follow each other in memory, FLIGHT of them
+                     at a time: more would be in each other's way (docs/notes.md)
     the other warps  multiply a row by DENSE, +-1 or +-2^p by 16-bit values, which is exact, in fp32 sums; each factor H
                      is then a sum and a difference, rounded once, log2(INNER) roundings a value
 
@@ -15,7 +15,7 @@ values; what they hold then is runs of eight neighbours, and a lane's difference
 All warps run one piece of code. As a piece for each group of warps it does not fit in the instruction cache, which
 costs a third of the time.
 
-| x_desc   | (rows, ORDER, INNER) bf16 or fp16, contiguous, 16-byte aligned; tiles (1, 8192 / INNER, 64)    |
+| x_desc   | (rows, ORDER, INNER) bf16 or fp16, contiguous, 16-byte aligned; tiles (1, CHUNK, 64)           |
 | dense    | (128, 128) of x's dtype, [output, input], zeros from ORDER on; ORDER <= 128, INNER 64, 128 or 256  |
 | signs    | left, right: int32 (INNER / 64, 256), a word a thread, of gpu_wide_hopper.py; read if LEFT, RIGHT   |
 | output   | (rows, ORDER * INNER) bf16, fp16 or fp32; a zero is +0                                             |
@@ -62,6 +62,12 @@ _FLIP = gl.constexpr(
 )
 
 
+@gluon.constexpr_function
+def units(order, chunk):
+    """Units of a row."""
+    return (order + chunk - 1) // chunk
+
+
 @gluon.jit
 def _run(args, TEXT: gl.constexpr):
     """A text of ring_ptx.py and its constraints, in its place."""
@@ -70,10 +76,11 @@ def _run(args, TEXT: gl.constexpr):
 
 @gluon.jit
 def _copy(
-    x_desc, ring, barriers, rows, SLICES: gl.constexpr, CHUNK: gl.constexpr, STAGES: gl.constexpr, FLIGHT: gl.constexpr
-):
+    x_desc, ring, barriers, rows, ORDER: gl.constexpr, SLICES: gl.constexpr, CHUNK: gl.constexpr, STAGES: gl.constexpr,
+    FLIGHT: gl.constexpr,
+):  # fmt: skip
     """The warp that fills the ring."""
-    UNITS: gl.constexpr = 128 // CHUNK
+    UNITS: gl.constexpr = units(ORDER, CHUNK)
     stage = 0
     phase = 1
     sent = 0
@@ -91,7 +98,7 @@ def _copy(
                     awaited_phase ^= 1
             sent += 1
             full = barriers.index(stage * UNITS + unit)
-            mbarrier.expect(full, 16384)
+            mbarrier.expect(full, CHUNK * SLICES * 128)
             for j in gl.static_range(SLICES):
                 to = ring.index(stage * SLICES + j).slice(unit * CHUNK, CHUNK, 0)
                 to = to._reinterpret(x_desc.dtype, [1, CHUNK, 64], x_desc.layout)
@@ -195,7 +202,7 @@ def _multiply(
     LEAVE: gl.constexpr,
 ):  # fmt: skip
     """The warps that multiply."""
-    UNITS: gl.constexpr = 128 // CHUNK
+    UNITS: gl.constexpr = units(ORDER, CHUNK)
     FULL: gl.constexpr = barriers_at(SLICES, STAGES)
     EMPTY: gl.constexpr = FULL + 8 * STAGES * UNITS
     INNER: gl.constexpr = SLICES * 64
@@ -277,7 +284,7 @@ def hadamard_wide_hopper(
     gdc_launch_dependents()  # the kernel behind may start, and wait in the same way
     # One allocation, so that it begins at 0: the ring, DENSE, and the ring's barriers, "full" and then "empty".
     BARRIERS: gl.constexpr = barriers_at(SLICES, STAGES)
-    UNITS: gl.constexpr = 128 // CHUNK
+    UNITS: gl.constexpr = units(ORDER, CHUNK)
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     shared = gl.allocate_shared_memory(gl.int8, [BARRIERS // 1024 + 1, 1024], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     ring = shared._reinterpret(x_desc.dtype, [STAGES * SLICES, 128, 64], TILE)
@@ -291,6 +298,10 @@ def hadamard_wide_hopper(
     p = gl.arange(0, 128, gl.SliceLayout(1, L))[:, None]
     d = gl.arange(0, 128, gl.SliceLayout(0, L))[None, :]
     dense.store(gl.load(dense_ptr + (p * 128 + d)))
+    Z: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [num_warps, 1], [1, 0])
+    for i in gl.static_range(STAGES * SLICES):
+        for unit in gl.static_range(UNITS, 128 // CHUNK):  # no copy writes these, and zeros of DENSE take them: no NaN
+            ring.index(i).slice(unit * CHUNK, CHUNK, 0).store(gl.zeros([CHUNK, 64], x_desc.dtype, Z))
     fence_async_shared()
     gl.thread_barrier()
     gl.warp_specialize(
@@ -302,7 +313,7 @@ def hadamard_wide_hopper(
                     WAIT, LEAVE,
                 ),
             ),
-            (_copy, (x_desc, ring, barriers, rows, SLICES, CHUNK, STAGES, FLIGHT)),
+            (_copy, (x_desc, ring, barriers, rows, ORDER, SLICES, CHUNK, STAGES, FLIGHT)),
         ],
         [1],
         [24],

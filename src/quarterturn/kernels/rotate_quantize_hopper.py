@@ -122,13 +122,15 @@ def rotate_quantize_hopper(
         part = program % PARTS
         first = program // PARTS
 
-    if PDL:
-        gdc_wait()  # the kernel before may still run: nothing is read or written until it has ended
-    encode = gl.load(encode_ptr)  # asked for first, so that its latency overlaps with all that follows
+    # The kernel before may still run: but for pieces, which were there before it, nothing is read or written until it
+    # has ended.
+    if PDL and STAGES == 0:
+        gdc_wait()
     x_tiles = gl.allocate_shared_memory(dtype, [max(STAGES, 1), BLOCK, WIDTH], x_desc.layout)
     pieces = gl.allocate_shared_memory(dtype, [PIECES, COLUMNS, WIDTH], pieces_desc.layout)
     arrived = gl.allocate_shared_memory(gl.int64, [STAGES + 1, 1], mbarrier.MBarrierLayout())
     if STAGES == 0:
+        encode = gl.load(encode_ptr)  # asked for first, so that its latency overlaps with all that follows
         _copy_rows(x_tiles.index(0), x_ptr, first * BLOCK, units, BLOCK, WIDTH, num_warps)
         for i in gl.static_range(PIECES):
             row = i * WIDTH + part * COLUMNS
@@ -143,6 +145,10 @@ def rotate_quantize_hopper(
         for i in gl.static_range(PIECES):
             row = i * WIDTH + part * COLUMNS
             tma.async_copy_global_to_shared(pieces_desc, [row, 0], arrived.index(STAGES), pieces.index(i))
+        if PDL:
+            gdc_launch_dependents()  # the kernel behind may start where this one's programs end, and wait likewise
+            gdc_wait()
+        encode = gl.load(encode_ptr)
         for i in gl.static_range(STAGES):
             tile = first + i * programs
             mbarrier.expect(arrived.index(i), BYTES, pred=tile < tiles)
