@@ -72,10 +72,11 @@ def multiplied(wide: Wide) -> Tensor:
 
 
 def left_signs(words: Tensor, wide: Wide) -> Tensor:
-    """The sign bits (R,) that the Hopper kernel's words change in x: a thread has 16 bytes of every 32nd row."""
+    """The sign bits (R,) that the Hopper kernel's words change in x: a thread has 16 bytes of every 16th row."""
     d, n = torch.arange(wide.order).view(-1, 1), torch.arange(wide.inner)
-    word = words[n // 64, d % 32 * 8 + n % 64 // 8]
-    place = d // 32 * 4 + n % 8 // 2 + n % 2 * 16
+    piece = d // 16 * (wide.inner // 64) + n // 64
+    word = words[piece // 4, d % 16 * 8 + n % 64 // 8]
+    place = piece % 4 * 4 + n % 8 // 2 + n % 2 * 16
     return -((word >> place & 1) << 15).to(torch.int16).flatten()
 
 

@@ -266,8 +266,8 @@ _TILINGS = {
     (128, False, ROTATED): Tiling(64, 1, 4, 2, from_registers=True, pdl=True),
     (128, True, ROTATED): Tiling(64, 1, 8, 2, pdl=True),
 }
-"""By the width of a unit, whether the matrix takes several pieces, and what is written. pdl gains 1 to 2% where no more
-programs fit than there are; elsewhere early multiprocessors take more than their share of the next kernel's: 10% lost."""
+"""By the width of a unit, whether the matrix takes several pieces, and what is written. pdl gains 1 to 2%, or loses
+10%, it seems where more programs fit than there are: early multiprocessors take too many of the next kernel's."""
 
 
 class HopperConfig(NamedTuple):

@@ -37,8 +37,16 @@ class Cut(NamedTuple):
     registers: int | None
 
 
-CUTS = {256: Cut(2, 32, 3, 1, None), 128: Cut(2, 16, 6, 2, 80), 64: Cut(4, 32, 4, 2, 80)}
-"""By INNER, measured on an H200 at 2^26 values: some 40 KB on their way to each multiprocessor. More is slower."""
+CUTS = {
+    (256, False): Cut(2, 32, 3, 1, None),
+    (256, True): Cut(2, 32, 3, 1, None),
+    (128, False): Cut(2, 16, 6, 2, 80),
+    (128, True): Cut(2, 32, 3, 2, 64),
+    (64, False): Cut(4, 32, 4, 2, 80),
+    (64, True): Cut(4, 32, 4, 2, 64),
+}
+"""By INNER and whether signs of x change, which takes four warps more. Measured on an H200 at 2^26 values: some 40 KB
+are on their way to each multiprocessor; more is slower."""
 
 
 def runs_on(device: torch.device) -> bool:
@@ -56,10 +64,14 @@ def takes(order: int, outer: int, inner: int) -> bool:
 
 
 def left_words(signs: Tensor, order: int, inner: int) -> Tensor:
-    """int32 (inner / 64, 256): the signs (order * inner,) of x, as the kernel's threads change them."""
-    # (row / 32, row % 32, slice, pair / 4, pair % 4, which of the pair)
-    bits = _padded(signs, order, inner).view(4, 32, -1, 8, 4, 2).permute(2, 1, 3, 5, 0, 4)
-    return _words(bits)
+    """int32 (inner / 32, 128): the signs (order * inner,) of x, as the kernel's threads change them.
+
+    A thread has 16 bytes of every 16th row of every slice of 64; four such pieces are a word, first values low.
+    """
+    # (16 rows, row, slice, pair / 4, pair % 4, which of the pair)
+    bits = _padded(signs, order, inner).view(8, 16, -1, 8, 4, 2).permute(0, 2, 1, 3, 4, 5)
+    # (word, which quarter, row, pair / 4, pair % 4, which of the pair)
+    return _words(bits.reshape(-1, 4, 16, 8, 4, 2).permute(0, 2, 3, 5, 1, 4))
 
 
 def right_words(signs: Tensor, order: int, inner: int) -> Tensor:
@@ -77,9 +89,9 @@ def _padded(signs: Tensor, order: int, inner: int) -> Tensor:
 
 
 def _words(bits: Tensor) -> Tensor:
-    """int32 (slices, 256) of bits (slices, ..., ...) that are 32 a word, the lowest first."""
+    """int32 (n, threads) of bits (n, ..., ...) that are 32 a word, the lowest first."""
     places = torch.arange(32, dtype=torch.int64, device=bits.device)
-    words = (bits.reshape(bits.shape[0], 256, 32) << places).sum(2)
+    words = (bits.reshape(bits.shape[0], -1, 32) << places).sum(2)
     return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
 
 
@@ -94,12 +106,16 @@ class Config(NamedTuple):
     left: bool
     right: bool
 
+    @property
+    def cut(self) -> Cut:
+        return CUTS[self.inner, self.left]
+
     def constants(self) -> dict[str, Any]:
         """The constexpr arguments of the kernel."""
         from ..kernels import ring_ptx
         from ..kernels.hadamard_wide_hopper import NUM_WARPS
 
-        how = CUTS[self.inner]
+        how = self.cut
         return {
             "ORDER": self.order, "SLICES": self.inner // 64, "CHUNK": how.chunk, "STAGES": how.stages,
             "FLIGHT": how.flight, "LEFT": self.left, "RIGHT": self.right, "WAIT": ring_ptx.wait_asm(),
@@ -115,8 +131,8 @@ def launch(
     if x.data_ptr() % 16:
         x = x.clone()
     rows = x.numel() // (order * inner)
-    programs = CUTS[inner].programs * multiprocessors(x.device)
     config = Config(x.device, order, inner, x.dtype, out.dtype, left is not None, right is not None)
+    programs = config.cut.programs * multiprocessors(x.device)
     launcher(config)(min(rows, programs), x, out, dense, left, right, rows, factor)
 
 
@@ -130,7 +146,7 @@ def launcher(config: Config) -> Callable[..., None]:
     from ..kernels.hadamard_wide_hopper import barriers_at
     from ..kernels.hadamard_wide_hopper import hadamard_wide_hopper as kernel
 
-    constants, how, order, inner = config.constants(), CUTS[config.inner], config.order, config.inner
+    constants, how, order, inner = config.constants(), config.cut, config.order, config.inner
     strides = [order * inner, inner, 1]
     # Any memory will do to compile for: 16-byte aligned, as what the op allocates is and x was made to be.
     like = torch.empty(1, order, inner, dtype=config.dtype, device=config.device)

@@ -6,6 +6,7 @@ A row of x is a matrix (d, n), d below ORDER, n below INNER. A program takes row
 
     one warp         copies rows by TMA, in units of CHUNK values of d that follow each other in memory, FLIGHT of them
                      at a time: more would be in each other's way (docs/notes.md)
+    four warps       change signs of x in shared memory, where there are such
     the other warps  multiply a row by DENSE, +-1 or +-2^p by 16-bit values, which is exact, in fp32 sums; each factor H
                      is then a sum and a difference, rounded once, log2(INNER) roundings a value
 
@@ -17,7 +18,7 @@ costs a third of the time.
 
 | x_desc   | (rows, ORDER, INNER) bf16 or fp16, contiguous, 16-byte aligned; tiles (1, CHUNK, 64)           |
 | dense    | (128, 128) of x's dtype, [output, input], zeros from ORDER on; ORDER <= 128, INNER 64, 128 or 256  |
-| signs    | left, right: int32 (INNER / 64, 256), a word a thread, of gpu_wide_hopper.py; read if LEFT, RIGHT   |
+| signs    | left: int32 (INNER / 32, 128), right: (INNER / 64, 256), of gpu_wide_hopper.py; read if LEFT, RIGHT |
 | output   | (rows, ORDER * INNER) bf16, fp16 or fp32; a zero is +0                                             |
 | moves    | x once and the output once; DENSE and signs once a program                                         |
 | does not | check arguments, allocate                                                                          |
@@ -41,7 +42,7 @@ NUM_WARPS = 8
 """Warps of a program beside the one that copies: two groups of four, each with half of DENSE's outputs."""
 
 # How a slice of 64 columns lies in threads as it is stored (row group of a warp, half of it, row, n / 32, n / 8 % 4,
-# n % 8), and as its signs are changed in shared memory, in pairs (row / 32, row % 32, pair / 4, pair % 4).
+# n % 8), and how 16 rows of it do as their signs are changed in shared memory, in pairs (row, pair / 4, pair % 4).
 _STORE = gl.constexpr(
     gl.DistributedLinearLayout(
         [[0, 0, 0, 0, 0, 1], [0, 0, 0, 0, 0, 2], [0, 0, 0, 0, 0, 4], [0, 0, 0, 1, 0, 0], [0, 1, 0, 0, 0, 0]],
@@ -53,11 +54,11 @@ _STORE = gl.constexpr(
 )
 _FLIP = gl.constexpr(
     gl.DistributedLinearLayout(
-        [[0, 0, 0, 1], [0, 0, 0, 2], [1, 0, 0, 0], [2, 0, 0, 0]],
-        [[0, 0, 1, 0], [0, 0, 2, 0], [0, 0, 4, 0], [0, 1, 0, 0], [0, 2, 0, 0]],
-        [[0, 4, 0, 0], [0, 8, 0, 0], [0, 16, 0, 0]],
+        [[0, 0, 1], [0, 0, 2]],
+        [[0, 1, 0], [0, 2, 0], [0, 4, 0], [1, 0, 0], [2, 0, 0]],
+        [[4, 0, 0], [8, 0, 0]],
         [],
-        [4, 32, 8, 4],
+        [16, 8, 4],
     )
 )
 
@@ -110,16 +111,43 @@ def _copy(
 
 
 @gluon.jit
-def _flip(x, word):
-    """The signs of a slice in shared memory, as pairs in int32 (128, 32)."""
-    FLAT: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
-    pairs = x._reinterpret(gl.int32, [128, 32], FLAT)
-    LAYOUT: gl.constexpr = _FLIP
-    high = gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT))))[:, None, None, None]
-    low = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT))))[None, None, None, :]
-    bits = ((word[None, :, :, None] << (15 - (high * 4 + low))) & -0x7FFF8000).reshape([128, 32])
-    values = pairs.load(bits.type.layout)
-    pairs.store(values ^ bits)
+def _change_signs(
+    left_ptr, ring, barriers, rows, ORDER: gl.constexpr, SLICES: gl.constexpr, CHUNK: gl.constexpr,
+    STAGES: gl.constexpr, WAIT: gl.constexpr,
+):  # fmt: skip
+    """The warps that change signs of x in shared memory, unit after unit as they arrive."""
+    UNITS: gl.constexpr = units(ORDER, CHUNK)
+    FULL: gl.constexpr = barriers_at(SLICES, STAGES)
+    ROW: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, _FLIP))
+    thread = gl.arange(0, 16, gl.SliceLayout(1, gl.SliceLayout(2, _FLIP)))[:, None] * 8
+    thread += gl.arange(0, 8, ROW)[None, :]
+    words = ()
+    for i in gl.static_range(2 * SLICES):
+        words += (gl.load(left_ptr + (i * 128 + thread)),)
+    stage = 0
+    phase = 0
+    for _ in range(gl.program_id(0), rows, gl.num_programs(0)):
+        for unit in gl.static_range(UNITS):
+            _run([FULL + 8 * (stage * UNITS + unit), phase], WAIT)
+            for group in gl.static_range(unit * CHUNK // 16, (unit + 1) * CHUNK // 16):
+                for j in gl.static_range(SLICES):
+                    rows16 = ring.index(stage * SLICES + j).slice(group * 16, 16, 0)
+                    _flip(rows16, words[(group * SLICES + j) // 4], (group * SLICES + j) % 4)
+            fence_async_shared()
+            mbarrier.arrive(barriers.index(STAGES * UNITS + STAGES + stage * UNITS + unit), count=1)
+        stage += 1
+        if stage == STAGES:
+            stage = 0
+            phase ^= 1
+
+
+@gluon.jit
+def _flip(rows16, word, QUARTER: gl.constexpr):
+    """The signs of 16 rows of a slice: a thread has four pairs of them, whose bits are a quarter of its word."""
+    pairs = rows16._reinterpret(gl.int32, [16, 32], gl.NVMMASharedLayout(128, 32, 2))
+    pair = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, _FLIP)))[None, None, :]
+    bits = ((word.expand_dims(2) << (15 - 4 * QUARTER - pair)) & -0x7FFF8000).reshape([16, 32])
+    pairs.store(pairs.load(bits.type.layout) ^ bits)
 
 
 @gluon.jit
@@ -197,32 +225,24 @@ def barriers_at(slices, stages):
 
 @gluon.jit
 def _multiply(
-    z_ptr, left_ptr, right_ptr, ring, dense, rows, factor, ORDER: gl.constexpr, SLICES: gl.constexpr,
-    CHUNK: gl.constexpr, STAGES: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, WAIT: gl.constexpr,
-    LEAVE: gl.constexpr,
+    z_ptr, right_ptr, ring, dense, rows, factor, ORDER: gl.constexpr, SLICES: gl.constexpr, CHUNK: gl.constexpr,
+    STAGES: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, WAIT: gl.constexpr, LEAVE: gl.constexpr,
 ):  # fmt: skip
     """The warps that multiply."""
     UNITS: gl.constexpr = units(ORDER, CHUNK)
-    FULL: gl.constexpr = barriers_at(SLICES, STAGES)
-    EMPTY: gl.constexpr = FULL + 8 * STAGES * UNITS
+    EMPTY: gl.constexpr = barriers_at(SLICES, STAGES) + 8 * STAGES * UNITS
+    READY: gl.constexpr = EMPTY + 8 * STAGES if LEFT else barriers_at(SLICES, STAGES)
     INNER: gl.constexpr = SLICES * 64
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, 64, 16])
     zero = gl.zeros([128, 64], gl.float32, ACC)
-    left = ()
     right = ()
     for j in gl.static_range(SLICES):
-        left += (_left_word(left_ptr + j * 256, LEFT),)
         right += (_right_word(right_ptr + j * 256, RIGHT),)
     stage = 0
     phase = 0
     for row in range(gl.program_id(0), rows, gl.num_programs(0)):
         for unit in gl.static_range(UNITS):
-            _run([FULL + 8 * (stage * UNITS + unit), phase], WAIT)
-        if LEFT:
-            for j in gl.static_range(SLICES):
-                _flip(ring.index(stage * SLICES + j), left[j])
-            fence_async_shared()
-            gl.thread_barrier()
+            _run([READY + 8 * (stage * UNITS + unit), phase], WAIT)
         products = ()
         for j in gl.static_range(SLICES):
             product = warpgroup_mma(dense, ring.index(stage * SLICES + j), zero, use_acc=False, is_async=True)
@@ -250,18 +270,6 @@ def _multiply(
 
 
 @gluon.jit
-def _left_word(ptr, READ: gl.constexpr):
-    """A thread's word of signs of x (32, 8)."""
-    L: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(3, _FLIP))
-    row = gl.arange(0, 32, gl.SliceLayout(1, L))[:, None]
-    group = gl.arange(0, 8, gl.SliceLayout(0, L))[None, :]
-    if READ:
-        return gl.load(ptr + (row * 8 + group))
-    else:
-        return row + group
-
-
-@gluon.jit
 def _right_word(ptr, READ: gl.constexpr):
     """A thread's word of signs of z (8, 8, 4)."""
     L: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, gl.SliceLayout(5, _STORE)))
@@ -282,7 +290,7 @@ def hadamard_wide_hopper(
 ):  # fmt: skip
     """x (rows, ORDER, 64 * SLICES) -> z. A program takes every num_programs-th row; STAGES rows have room."""
     gdc_launch_dependents()  # the kernel behind may start, and wait in the same way
-    # One allocation, so that it begins at 0: the ring, DENSE, and the ring's barriers, "full" and then "empty".
+    # One allocation, so that it begins at 0: the ring, DENSE, and the ring's barriers, "full", "empty" and "signed".
     BARRIERS: gl.constexpr = barriers_at(SLICES, STAGES)
     UNITS: gl.constexpr = units(ORDER, CHUNK)
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
@@ -294,6 +302,9 @@ def hadamard_wide_hopper(
         mbarrier.init(barriers.index(i), count=1)
     for i in gl.static_range(STAGES):
         mbarrier.init(barriers.index(STAGES * UNITS + i), count=num_warps)
+    if LEFT:
+        for i in gl.static_range(STAGES * UNITS):
+            mbarrier.init(barriers.index(STAGES * UNITS + STAGES + i), count=1)
     L: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [num_warps, 1], [1, 0])
     p = gl.arange(0, 128, gl.SliceLayout(1, L))[:, None]
     d = gl.arange(0, 128, gl.SliceLayout(0, L))[None, :]
@@ -304,17 +315,34 @@ def hadamard_wide_hopper(
             ring.index(i).slice(unit * CHUNK, CHUNK, 0).store(gl.zeros([CHUNK, 64], x_desc.dtype, Z))
     fence_async_shared()
     gl.thread_barrier()
-    gl.warp_specialize(
-        [
-            (
-                _multiply,
+    if LEFT:
+        gl.warp_specialize(
+            [
                 (
-                    z_ptr, left_ptr, right_ptr, ring, dense, rows, factor, ORDER, SLICES, CHUNK, STAGES, LEFT, RIGHT,
-                    WAIT, LEAVE,
+                    _multiply,
+                    (
+                        z_ptr, right_ptr, ring, dense, rows, factor, ORDER, SLICES, CHUNK, STAGES, LEFT, RIGHT, WAIT,
+                        LEAVE,
+                    ),
                 ),
-            ),
-            (_copy, (x_desc, ring, barriers, rows, ORDER, SLICES, CHUNK, STAGES, FLIGHT)),
-        ],
-        [1],
-        [24],
-    )  # fmt: skip
+                (_copy, (x_desc, ring, barriers, rows, ORDER, SLICES, CHUNK, STAGES, FLIGHT)),
+                (_change_signs, (left_ptr, ring, barriers, rows, ORDER, SLICES, CHUNK, STAGES, WAIT)),
+            ],
+            [1, 4],
+            [24, 48],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (
+                    _multiply,
+                    (
+                        z_ptr, right_ptr, ring, dense, rows, factor, ORDER, SLICES, CHUNK, STAGES, LEFT, RIGHT, WAIT,
+                        LEAVE,
+                    ),
+                ),
+                (_copy, (x_desc, ring, barriers, rows, ORDER, SLICES, CHUNK, STAGES, FLIGHT)),
+            ],
+            [1],
+            [24],
+        )  # fmt: skip
