@@ -41,13 +41,18 @@ def hazards(report: str) -> list[Hazard]:
 
 
 def handed_over() -> set[tuple[str, str, str]]:
-    """Where Triton's own reading and writing of the state is said to be: the kernel's first line, and its call."""
-    from quarterturn.kernels.matmul_many import matmul_many as kernel
+    """Where Triton's own reading and writing of the state is said to be: a kernel's first line, and its calls."""
+    from quarterturn.kernels.hadamard_wide_hopper import hadamard_wide_hopper
+    from quarterturn.kernels.matmul_many import matmul_many
 
-    lines, first = inspect.getsourcelines(kernel.fn)
-    name = Path(inspect.getsourcefile(kernel.fn) or "").name
-    places = [i for i, line in enumerate(lines) if re.match(r"def matmul_many\(|\s+gl\.warp_specialize\(", line)]
-    return {("matmul_many", name, str(first + i)) for i in places}
+    found = set()
+    for kernel in (matmul_many, hadamard_wide_hopper):
+        name = kernel.fn.__name__
+        lines, first = inspect.getsourcelines(kernel.fn)
+        file = Path(inspect.getsourcefile(kernel.fn) or "").name
+        places = [i for i, line in enumerate(lines) if re.match(rf"def {name}\(|\s+gl\.warp_specialize\(", line)]
+        found |= {(name, file, str(first + i)) for i in places}
+    return found
 
 
 def unexplained(report: str) -> list[Hazard]:

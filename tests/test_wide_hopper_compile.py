@@ -46,8 +46,8 @@ def compiled(inner: int, left: bool, right: bool, dtype: torch.dtype = BF16, out
 def test_the_kernel(inner: int, signs: tuple[bool, bool], dtypes: tuple[torch.dtype, torch.dtype]) -> None:
     built, how = compiled(inner, *signs, *dtypes), CUTS[inner, signs[0]]
     assert ring_ptx.barriers_in(built.ptx) == barriers_at(inner // 64, how.stages)
-    # Signs on both sides leave a few words of signs without a register.
-    assert built.local_accesses <= (16 if all(signs) else 0), built.summary()
+    # A few words of signs may be left without a register.
+    assert built.local_accesses <= (16 if any(signs) else 0), built.summary()
     assert how.programs * (built.shared + 1024) <= SHARED, built.summary()
     assert how.programs * THREADS[signs[0]] * built.registers <= REGISTERS, built.summary()
     assert set(built.global_stores) == {128}, built.summary()

@@ -97,7 +97,8 @@ def rotate_quantize(
     codes, byte, tensor_scale = _call(
         _rotate_quantize, x, matrix, factor, transpose, name, scale, recipe, rule, scale_layout, backend
     )
-    return codes, byte.view(get_format(format).scale_dtype), tensor_scale
+    dtype = get_format(format).scale_dtype
+    return codes, byte if byte.dtype == dtype else byte.view(dtype), tensor_scale
 
 
 def rotate_quantize_dequantize(
@@ -200,7 +201,7 @@ def _rotate(
     if not run:
         return x.new_empty(x.shape, dtype=out_dtype)
     blocks = Blocks(matrix, factor, transpose)
-    return op_backend("rotate", x.device, backend).rotate(compose.rows(x), blocks, out_dtype).view(x.shape)
+    return _shaped(op_backend("rotate", x.device, backend).rotate(compose.rows(x), blocks, out_dtype), x.shape)
 
 
 def _rotate_quantize(
@@ -227,7 +228,7 @@ def _rotate_quantize(
     codes, scale, tensor_scale = op_backend(op, x.device, backend).rotate_quantize(
         compose.rows(x), known.blocks(matrix, factor, transpose), quantizer, scale_layout
     )
-    return codes.view(codes_shape), scale.view(linear_shape) if layout is LINEAR else scale, tensor_scale
+    return _shaped(codes, codes_shape), _shaped(scale, linear_shape) if layout is LINEAR else scale, tensor_scale
 
 
 def _rotate_quantize_dequantize(
@@ -251,7 +252,12 @@ def _rotate_quantize_dequantize(
     values, tensor_scale = op_backend(op, x.device, backend).rotate_quantize_dequantize(
         compose.rows(x), known.blocks(matrix, factor, transpose), quantizer, out_dtype
     )
-    return values.view(x.shape), tensor_scale
+    return _shaped(values, x.shape), tensor_scale
+
+
+def _shaped(result: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """A matrix in the shape that the caller's x asks for, which mostly is the one it has: a view costs microseconds."""
+    return result if len(shape) == 2 else result.view(shape)
 
 
 def _quantizer(
@@ -310,7 +316,7 @@ def _fp4_matmul(
     operand = Weight(weight, block_scale, tensor_scale, tuple(output_sizes), fmt)
     x_scales = None if x_block_scale is None else compose.rows(x_block_scale)
     y = op_backend(op, x.device, backend).matmul(compose.rows(x), x_scales, x_tensor_scale, operand, bias, out_dtype)
-    return y.view(shape)
+    return _shaped(y, shape)
 
 
 def _fp4_linear(run: bool, x: Tensor, *rest: Any) -> Tensor:
@@ -325,7 +331,7 @@ def _fp4_linear(run: bool, x: Tensor, *rest: Any) -> Tensor:
     asked = compose.problem_of(layer, x.dtype, x.shape[-1]) if layer.batch_invariant else None
     backend = op_backend("fp4_linear", x.device, rest[known.BACKEND], asked)
     known.keep(x, rest, backend, layer)
-    return compose.linear(backend, compose.rows(x), layer).view(shape)
+    return _shaped(compose.linear(backend, compose.rows(x), layer), shape)
 
 
 def _register(name: str, operator: Callable[..., Any]) -> None:

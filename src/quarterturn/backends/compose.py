@@ -35,8 +35,9 @@ def row_count(x: Tensor) -> int:
 
 def rows(x: Tensor) -> Tensor:
     """(..., K) as (M, K) with the last dimension contiguous; a copy only where the strides need one."""
-    # reshape cannot infer M where K is 0 or there are no rows, so M is counted.
-    x = x.reshape(row_count(x), x.shape[-1])
+    if x.dim() != 2:  # a view costs microseconds
+        # reshape cannot infer M where K is 0 or there are no rows, so M is counted.
+        x = x.reshape(row_count(x), x.shape[-1])
     return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
 
 

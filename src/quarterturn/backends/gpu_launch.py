@@ -18,7 +18,7 @@ from ..kernels import CODES, ROTATED, VALUES
 from ..layouts import BLOCKED_128x4
 from ..settings import triton_interprets
 from .capturing import lasting
-from .gpu_pieces import pieces_of
+from .gpu_pieces import Pieces, pieces_of
 from .protocol import Blocks, Quantizer
 
 
@@ -75,8 +75,9 @@ def encode_scale(quantizer: Quantizer | None, device: torch.device) -> Tensor:
         return _constant(1.0, device)
     if quantizer.recipe == "qutlass":
         return _constant(6.0, device)
-    assert quantizer.encode_scale is not None
-    return quantizer.encode_scale.view(1)
+    scale = quantizer.encode_scale
+    assert scale is not None
+    return scale if scale.dim() == 1 else scale.view(1)  # a view costs microseconds
 
 
 def _constant(value: float, device: torch.device) -> Tensor:
@@ -318,9 +319,39 @@ class HopperConfig(NamedTuple):
         }  # fmt: skip
 
 
+class _Launch(NamedTuple):
+    """What is the same for every input of a shape: how the kernel is started, on how many programs, with what operand,
+    and its numbers."""
+
+    start: Callable[..., None]
+    programs: int
+    operand: Tensor
+    numbers: tuple[int | float, ...]
+
+
+_KEPT_LAUNCHES = 256
+"""Of a matrix. To find one takes a microsecond or two, to make one twenty."""
+
+
 def _launch_hopper(task: Task) -> None:
     assert task.blocks is not None
-    x, pieces = task.x, pieces_of(task.blocks, task.x.dtype)
+    x, quantizer = task.x, task.quantizer
+    pieces = pieces_of(task.blocks, x.dtype)
+    key = (x.shape, x.device, task.output, task.blocked, task.ordered, None if quantizer is None else quantizer.kind)
+    launch = pieces.launches.get(key)
+    if launch is None:
+        if len(pieces.launches) >= _KEPT_LAUNCHES:
+            pieces.launches.clear()
+        launch = pieces.launches[key] = _make_launch(task, pieces)
+    encode = pieces.matrix if quantizer is None else encode_scale(quantizer, x.device)
+    launch.start(
+        launch.programs, x, launch.operand, pieces.matrix, task.out, encode if task.scale is None else task.scale,
+        encode if task.tensor_scale is None else task.tensor_scale, encode, *launch.numbers,
+    )  # fmt: skip
+
+
+def _make_launch(task: Task, pieces: Pieces) -> _Launch:
+    x = task.x
     processors = multiprocessors(x.device)
     few = x.numel() < _FEW * processors
     factor, blocked = pieces.factor, task.blocked
@@ -339,15 +370,11 @@ def _launch_hopper(task: Task) -> None:
     ))  # fmt: skip
     padded = -(-x.shape[0] // 128) * 128 * per_row if blocked else units
     programs = max(-(-units // cut.block), -(-(padded - units) // (32 * cut.num_warps * cut.parts)))
-    encode = pieces.matrix if task.quantizer is None else encode_scale(task.quantizer, x.device)
     reciprocal = (2**32 - 1) // per_row  # as an int32
-    start(
-        programs * cut.parts if few else min(programs, processors * cut.programs),
-        x, operand, pieces.matrix, task.out,
-        encode if task.scale is None else task.scale, encode if task.tensor_scale is None else task.tensor_scale,
-        encode, units, padded, per_row, reciprocal - 2**32 if reciprocal >= 2**31 else reciprocal,
+    return _Launch(start, programs * cut.parts if few else min(programs, processors * cut.programs), operand, (
+        units, padded, per_row, reciprocal - 2**32 if reciprocal >= 2**31 else reciprocal,
         factor, 2 / factor if factor else 0.0, factor if task.group == MXFP4.group_size else INV6 * factor,
-    )  # fmt: skip
+    ))  # fmt: skip
 
 
 class Described(NamedTuple):

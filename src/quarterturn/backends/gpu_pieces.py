@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ class Pieces:
     hopper: for each output, the pieces block-diagonal to a unit's width, transposed, columns in its order.
     matrix: fp32 (R, R), in the direction it is used. near: for codes, hopper has but two of three pieces; scales next
     to a tie have to be made from the matrix. ready: they were written before the kernel that is launched before theirs.
+    launches: of gpu_launch.py, what is the same for every input of a shape.
     """
 
     pieces: Tensor
@@ -29,6 +31,7 @@ class Pieces:
     factor: float
     near: bool = False
     ready: bool = True
+    launches: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def size(self) -> int:

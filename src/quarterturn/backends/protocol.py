@@ -56,6 +56,11 @@ class Quantizer:
         return self.recipe == "token" and self.format.has_tensor_scale
 
     @property
+    def kind(self) -> tuple[str, str, str]:
+        """All but the encode scale: what a kernel is compiled for."""
+        return self.format.name, self.recipe, self.rule
+
+    @property
     def is_qutlass_mxfp4(self) -> bool:
         """Whether it reproduces QuTLASS's MXFP4, whose scales and codes follow rules of their own."""
         return self.recipe == "qutlass" and not self.format.has_tensor_scale
