@@ -19,7 +19,9 @@ def block(first: str, *others: str) -> str:
 
 def state() -> list[tuple[str, str]]:
     places = sorted(handed_over())
-    assert [kernel for kernel, _, _ in places] == ["matmul_many"] * 2
+    assert {kernel for kernel, _, _ in places} == {"matmul_many", "hadamard_wide_hopper"}
+    places = [place for place in places if place[0] == "matmul_many"]
+    assert len(places) == 2
     assert {file for _, file, _ in places} == {"matmul_many.py"}
     return [(file, line) for _, file, line in places]
 
