@@ -41,7 +41,8 @@ def hazards(report: str) -> list[Hazard]:
 
 
 def handed_over() -> set[tuple[str, str, str]]:
-    """Where Triton's own reading and writing of the state is said to be: a kernel's first line, and its calls."""
+    """Where Triton's own reading and writing of the state is said to be: a kernel's first line, and its calls, or the
+    condition that one stands behind."""
     from quarterturn.kernels.hadamard_wide_hopper import hadamard_wide_hopper
     from quarterturn.kernels.matmul_many import matmul_many
 
@@ -50,8 +51,11 @@ def handed_over() -> set[tuple[str, str, str]]:
         name = kernel.fn.__name__
         lines, first = inspect.getsourcelines(kernel.fn)
         file = Path(inspect.getsourcefile(kernel.fn) or "").name
-        places = [i for i, line in enumerate(lines) if re.match(rf"def {name}\(|\s+gl\.warp_specialize\(", line)]
-        found |= {(name, file, str(first + i)) for i in places}
+        for i, line in enumerate(lines):
+            if re.match(rf"def {name}\(|\s+gl\.warp_specialize\(", line):
+                found.add((name, file, str(first + i)))
+                if re.match(r"\s+(if|else)\b", lines[i - 1]):
+                    found.add((name, file, str(first + i - 1)))
     return found
 
 

@@ -47,7 +47,7 @@ def test_the_kernel(inner: int, signs: tuple[bool, bool], dtypes: tuple[torch.dt
     built, how = compiled(inner, *signs, *dtypes), CUTS[inner, signs[0]]
     assert ring_ptx.barriers_in(built.ptx) == barriers_at(inner // 64, how.stages)
     # A few words of signs may be left without a register.
-    assert built.local_accesses <= (16 if any(signs) else 0), built.summary()
+    assert built.local_accesses <= (32 if any(signs) else 0), built.summary()
     assert how.programs * (built.shared + 1024) <= SHARED, built.summary()
     assert how.programs * THREADS[signs[0]] * built.registers <= REGISTERS, built.summary()
     assert set(built.global_stores) == {128}, built.summary()

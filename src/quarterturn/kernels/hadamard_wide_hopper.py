@@ -117,6 +117,7 @@ def _change_signs(
 ):  # fmt: skip
     """The warps that change signs of x in shared memory, unit after unit as they arrive."""
     UNITS: gl.constexpr = units(ORDER, CHUNK)
+    TOGETHER: gl.constexpr = 4 if SLICES == 4 else 2
     FULL: gl.constexpr = barriers_at(SLICES, STAGES)
     ROW: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, _FLIP))
     thread = gl.arange(0, 16, gl.SliceLayout(1, gl.SliceLayout(2, _FLIP)))[:, None] * 8
@@ -129,10 +130,13 @@ def _change_signs(
     for _ in range(gl.program_id(0), rows, gl.num_programs(0)):
         for unit in gl.static_range(UNITS):
             _run([FULL + 8 * (stage * UNITS + unit), phase], WAIT)
-            for group in gl.static_range(unit * CHUNK // 16, (unit + 1) * CHUNK // 16):
-                for j in gl.static_range(SLICES):
-                    rows16 = ring.index(stage * SLICES + j).slice(group * 16, 16, 0)
-                    _flip(rows16, words[(group * SLICES + j) // 4], (group * SLICES + j) % 4)
+            # Some loads before the first store, which the compiler could not tell apart: these warps seldom have a turn.
+            for first in gl.static_range(unit * CHUNK // 16 * SLICES, (unit + 1) * CHUNK // 16 * SLICES, TOGETHER):
+                changed = ()
+                for piece in gl.static_range(first, first + TOGETHER):
+                    changed += (_changed(ring, stage, piece, SLICES, words[piece // 4]),)
+                for piece in gl.static_range(first, first + TOGETHER):
+                    _pairs(ring, stage, piece, SLICES).store(changed[piece - first])
             fence_async_shared()
             mbarrier.arrive(barriers.index(STAGES * UNITS + STAGES + stage * UNITS + unit), count=1)
         stage += 1
@@ -142,12 +146,18 @@ def _change_signs(
 
 
 @gluon.jit
-def _flip(rows16, word, QUARTER: gl.constexpr):
-    """The signs of 16 rows of a slice: a thread has four pairs of them, whose bits are a quarter of its word."""
-    pairs = rows16._reinterpret(gl.int32, [16, 32], gl.NVMMASharedLayout(128, 32, 2))
+def _pairs(ring, stage, PIECE: gl.constexpr, SLICES: gl.constexpr):
+    """16 rows of a slice as pairs in int32 (16, 32)."""
+    rows16 = ring.index(stage * SLICES + PIECE % SLICES).slice(PIECE // SLICES * 16, 16, 0)
+    return rows16._reinterpret(gl.int32, [16, 32], gl.NVMMASharedLayout(128, 32, 2))
+
+
+@gluon.jit
+def _changed(ring, stage, PIECE: gl.constexpr, SLICES: gl.constexpr, word):
+    """Such a piece with its signs changed: a thread has four pairs of it, whose bits are a quarter of its word."""
     pair = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, _FLIP)))[None, None, :]
-    bits = ((word.expand_dims(2) << (15 - 4 * QUARTER - pair)) & -0x7FFF8000).reshape([16, 32])
-    pairs.store(pairs.load(bits.type.layout) ^ bits)
+    bits = ((word.expand_dims(2) << (15 - PIECE % 4 * 4 - pair)) & -0x7FFF8000).reshape([16, 32])
+    return _pairs(ring, stage, PIECE, SLICES).load(bits.type.layout) ^ bits
 
 
 @gluon.jit
@@ -329,7 +339,7 @@ def hadamard_wide_hopper(
                 (_change_signs, (left_ptr, ring, barriers, rows, ORDER, SLICES, CHUNK, STAGES, WAIT)),
             ],
             [1, 4],
-            [24, 48],
+            [24, 72 if SLICES == 4 else 48],
         )  # fmt: skip
     else:
         gl.warp_specialize(
