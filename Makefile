@@ -72,10 +72,10 @@ types: $(STAMP)  ## Mypy.
 	$(BIN)/mypy
 
 interpreter: $(STAMP)  ## The GPU's kernels on the CPU, through Triton's interpreter: the small ones of their tests.
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q -m interpreter $(wildcard tests/test_gpu_triton*.py) tests/test_rounding_twins.py tests/test_blackwell_triton.py tests/test_blackwell_layers.py tests/test_gpu_fp8.py
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q $(SHARED) -m interpreter $(wildcard tests/test_gpu_triton*.py) tests/test_rounding_twins.py tests/test_blackwell_triton.py tests/test_blackwell_layers.py tests/test_gpu_fp8.py
 
 pytest: $(TESTED)  ## The tests alone, without those for a GPU, or for AMX where there is none.
-	$(BIN)/python -m pytest -q -m "not ($(CANNOT))"
+	$(BIN)/python -m pytest -q $(SHARED) -m "not ($(CANNOT))"
 
 test-gpu: $(STAMP)  ## The tests for an NVIDIA GPU, but those for a Blackwell; without one they fail.
 	$(BIN)/python -m pytest -q -m "gpu and not blackwell"

@@ -17,6 +17,8 @@ from collections.abc import Iterator
 
 # Before torch is imported: more threads than cores make the small products here slower, not faster.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Before the command's consoles are made, which would keep the width: pytest-xdist tells its workers that of a terminal.
+os.environ.pop("COLUMNS", None)
 
 import pytest
 import torch
