@@ -26,6 +26,9 @@ VLLM_NEXT := 0.33.0
 # Marks of the tests that this machine cannot run, left out by name: GPUs have targets of their own, AMX is there or not.
 CANNOT ?= gpu$(shell grep -qw amx_bf16 /proc/cpuinfo 2>/dev/null || echo ' or amx')
 
+# Two workers, a file of tests each at a time: 2 GB of memory a worker. `make test SHARED=` is one process.
+SHARED ?= -n 2 --dist loadfile
+
 .DEFAULT_GOAL := help
 .PHONY: help install demo test lint types interpreter pytest test-gpu sanitize test-blackwell test-vllm test-vllm-part bench clean
 

@@ -319,7 +319,7 @@ def line(record: dict[str, Any]) -> str:
     ratio = f"{record['compiled_us'] / record['us']:6.2f}x" if "compiled_us" in record else "      -"
     note = "" if record.get("compiled_is_right", True) else "  (compiled: not within the bounds)"
     return (
-        f"{record['form']:8} R={record['size']:<4} M={record['rows']:<6} K={record['width']:<6}"
+        f"{record['form']:11} R={record['size']:<4} M={record['rows']:<6} K={record['width']:<6}"
         f"{record['us']:9.2f} us  {share:5.2f} of copy ({record['copy_gb_s']:5.0f} GB/s)  {ratio} compiled"
         f"  {record['any_torch_us'] / record['us']:7.1f}x any_torch{note}"
     )
@@ -330,9 +330,9 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="M = K = 8192 and few rows only: under a minute")
     parser.add_argument("--backend", default="gpu_triton")
     parser.add_argument("--compiled", choices=("all", "one", "none"), help="default: all, with --quick one (R = 64)")
-    parser.add_argument("--forms", default=",".join((*FORMS, FULL, SIGNED)), help="which, separated by commas")
+    parser.add_argument("--forms", help="which, separated by commas; default: all, with --quick those of blocks")
     given = parser.parse_args()
-    forms = given.forms.split(",")
+    forms = (given.forms or ",".join(FORMS if given.quick else (*FORMS, FULL, SIGNED))).split(",")
     if unknown := set(forms) - {*FORMS, FULL, SIGNED}:
         parser.error(f"no form {', '.join(sorted(unknown))}; there are {', '.join((*FORMS, FULL, SIGNED))}")
     if not torch.cuda.is_available():

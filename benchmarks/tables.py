@@ -80,7 +80,10 @@ FULL_NAMES = {"full": "a Hadamard matrix", "full_signed": "one with random signs
 
 def rotate_full(records: list[dict[str, Any]]) -> str:
     """The table of the fullest run of matrices as wide as a row in results/gpu_rotate_quantize.jsonl."""
-    newest = fullest([record for record in records if record["form"] in FULL_NAMES])
+    full = [record for record in records if record["form"] in FULL_NAMES]
+    if not full:
+        return "Not measured yet: `make bench` on a machine with an NVIDIA GPU fills this in."
+    newest = fullest(full)
     widths = sorted({r["width"] for r in newest})
     lines = [
         "Microseconds, and in brackets the speed as a fraction of a device copy of as many bytes in the same run.",
@@ -94,8 +97,7 @@ def rotate_full(records: list[dict[str, Any]]) -> str:
         for rows in few:
             cells = [_cell(found[rows, width]) for width in widths]
             lines.append(f"| {name} | {rows} | " + " | ".join(cells) + " |")
-        most = [max((key for key in found if key[1] == width), default=None) for width in widths]
-        cells = ["" if key is None else _cell(found[key]) for key in most]
+        cells = [_cell(found.get((2**26 // width, width))) for width in widths]
         lines.append(f"| {name} | 2^26 / K | " + " | ".join(cells) + " |")
     command = "`python -m benchmarks.gpu_rotate_quantize --forms full,full_signed`"
     return "\n".join([*lines, "", f"bf16 input, CUDA graphs, {command} on {_machine(newest[0])}."])
@@ -134,8 +136,7 @@ def matmul(records: list[dict[str, Any]]) -> str:
         share = f"{one['floor_us'] / one['w4a16_us']:.2f}" if one else ""
         lines.append(f"| {n} × {k} | " + " | ".join(cells) + f" | {share} |")
     first = newest[0]
-    machine = f"{first['gpu']}, driver {first['driver']}, torch {first['torch']}, triton {first['triton']}"
-    lines += ["", f"CUDA graphs, `python -m benchmarks.gpu_matmul` on {machine}, {first['date']}."]
+    lines += ["", f"CUDA graphs, `python -m benchmarks.gpu_matmul` on {_machine(first)}."]
     # Another machine's times say nothing of these.
     invariant = [r for r in invariant if all(r[key] == first[key] for key in ("gpu", "driver", "torch", "triton"))]
     if invariant:
@@ -177,9 +178,8 @@ def model(records: list[dict[str, Any]]) -> str:
             f"{ours['first_token'] * 1e3:.0f} ms, {bf16['first_token'] / ours['first_token']:.2f} of bf16's speed |"
         )
     found = record["machine"]
-    machine = f"{found['gpu']}, driver {found['driver']}, torch {found['torch']}, triton {found['triton']}"
     prompt = f"a prompt of {record['ask']['prompt']} tokens, a cache of {record['ask']['cache']}"
-    return "\n".join([*lines, "", f"Random weights, {prompt}; `quarterturn bench` on {machine}, {found['date']}."])
+    return "\n".join([*lines, "", f"Random weights, {prompt}; `quarterturn bench` on {_machine(found)}."])
 
 
 def vllm_cpu(records: list[dict[str, Any]]) -> str:

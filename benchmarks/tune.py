@@ -22,7 +22,7 @@ from benchmarks.gpu_matmul import COLD, FEWEST
 from benchmarks.gpu_rotate_quantize import graph_us
 from benchmarks.record import machine
 from quarterturn import weight_layout
-from quarterturn.backends import gpu_launch, gpu_matmul, gpu_matmul_many, gpu_tuned
+from quarterturn.backends import gpu_device, gpu_matmul, gpu_matmul_many, gpu_tuned
 from quarterturn.bench.shapes import SHAPES, config_of
 from quarterturn.formats import NVFP4
 from quarterturn.weight_layout import Fragments
@@ -120,7 +120,7 @@ class Case:
     def product(self, cut: Any, weight: Fragments) -> torch.Tensor:
         out = self.x.new_empty(self.x.shape[0], weight.n)
         if self.few:
-            after = gpu_launch.capability(self.x.device)[0] == 9
+            after = gpu_device.capability(self.x.device)[0] == 9
             gpu_matmul.few(self.x, weight, self.alpha, None, None, out, after=after, cut=cut)
         else:
             assert self.space is not None
@@ -151,7 +151,7 @@ def tuned(
     sizes: list[tuple[int, int]], classes: list[int], device: torch.device
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """(kernel, entry) of every size and class, one after the other."""
-    count, capability = gpu_launch.multiprocessors(device), gpu_launch.capability(device)
+    count, capability = gpu_device.multiprocessors(device), gpu_device.capability(device)
     for n, k in sizes:
         for m in classes:
             few = m <= gpu_matmul.MOST_TOKENS

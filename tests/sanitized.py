@@ -14,7 +14,7 @@ from torch import Tensor
 
 from quarterturn import ops, random_hadamard, weight_layout
 from quarterturn.backends import compose, gpu_fp8, gpu_triton, gpu_wide
-from quarterturn.backends.gpu_launch import capability
+from quarterturn.backends.gpu_device import capability
 from quarterturn.backends.gpu_matmul import Cut, few
 from quarterturn.backends.gpu_matmul_many import Cut as ManyCut
 from quarterturn.backends.gpu_matmul_many import by_library, many, workspace

@@ -12,7 +12,7 @@ import fused_cases
 from comparing import assert_same_bits
 from fused_cases import Gpu, K, every_kind, same, tied, x_of
 from quarterturn import MXFP4, NVFP4, hadamard, matrix, random_hadamard
-from quarterturn.backends import Problem, any_torch, cpu_native, gpu_launch, gpu_product, gpu_triton, select
+from quarterturn.backends import Problem, any_torch, cpu_native, gpu_device, gpu_product, gpu_triton, select
 from quarterturn.backends.gpu_matmul_many import invariant_cut
 from quarterturn.errors import BackendRefusal, Refusal
 from quarterturn.formats import FORMATS
@@ -125,7 +125,7 @@ W4A4 = Problem(NVFP4, "fp4", BF16, 4096, 4096, 64, batch_invariant=True)
     ({"recipe": "qutlass", "format": MXFP4}, (9, 0), "QuTLASS's MXFP4"),
 ])  # fmt: skip
 def test_what_gpus_can(change: dict, capability: tuple[int, int], reason: str, monkeypatch) -> None:
-    monkeypatch.setattr(gpu_launch, "triton_version", lambda: (3, 6))
+    monkeypatch.setattr(gpu_device, "triton_version", lambda: (3, 6))
     problem = Problem(**{**W4A4.__dict__, **change, "capability": capability})
     found = gpu_triton.varies(problem)
     assert (found == []) == (reason == "")
@@ -133,7 +133,7 @@ def test_what_gpus_can(change: dict, capability: tuple[int, int], reason: str, m
 
 
 def test_another_triton_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_launch, "triton_version", lambda: (3, 7))
+    monkeypatch.setattr(gpu_device, "triton_version", lambda: (3, 7))
     (reason,) = gpu_triton.varies(Problem(**{**W4A4.__dict__, "capability": (9, 0)}))
     assert reason.endswith("found 3.7")
 
@@ -182,7 +182,7 @@ def test_one_kernel_with_one_way_to_add(gpu: Gpu, activations: str, monkeypatch:
 
 @pytest.mark.parametrize("scales", ["one", "rows"])
 def test_other_gpus_take_sixteen_by_sixteen(gpu: Gpu, scales: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_launch, "capability", lambda device: (8, 0))
+    monkeypatch.setattr(gpu_device, "capability", lambda device: (8, 0))
     monkeypatch.setattr(gpu_triton, "varies", lambda problem: [])
     how = {"recipe": "token"} if scales == "rows" else {}
     layer = layer_of("nvfp4", 464, K, backend="gpu_triton", bias=torch.randn(464).to(BF16), **how)

@@ -19,7 +19,7 @@ from conftest import INTERPRETED
 from gpu_cases import DEVICE, FORMATS
 from quarterturn import FP4Tensor, ops
 from quarterturn.backends import blackwell_launch
-from quarterturn.backends.gpu_launch import triton_version
+from quarterturn.backends.gpu_device import triton_version
 from quarterturn.kernels.matmul_scaled import _codes, _row_scales
 
 pytestmark = MARKS

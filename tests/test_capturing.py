@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from quarterturn import NVFP4, weight_layout
-from quarterturn.backends import capturing, gpu_launch, gpu_matmul, gpu_matmul_many
+from quarterturn.backends import capturing, gpu_device, gpu_matmul, gpu_matmul_many
 from test_gpu_product import weight_of
 
 CPU = torch.device("cpu")
@@ -23,10 +23,10 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """One of more multiprocessors than any that there is, for which the main memory is taken."""
     of = SimpleNamespace(multi_processor_count=LARGE)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: of)
-    for module in (gpu_launch, gpu_matmul_many):
+    for module in (gpu_device, gpu_matmul_many):
         monkeypatch.setattr(module, "multiprocessors", lambda _: LARGE)
-    monkeypatch.setattr(gpu_launch, "capability", lambda _: (9, 0))
-    monkeypatch.setattr(gpu_launch, "on_device", lambda _: nullcontext())
+    monkeypatch.setattr(gpu_device, "capability", lambda _: (9, 0))
+    monkeypatch.setattr(gpu_device, "on_device", lambda _: nullcontext())
     monkeypatch.setattr(capturing, "_SETS_OF", {})
     capturing.counters_of.cache_clear()
     yield

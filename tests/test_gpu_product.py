@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from quarterturn import MXFP4, NVFP4, weight_layout
-from quarterturn.backends import any_torch, gpu_launch, gpu_product, gpu_triton
+from quarterturn.backends import any_torch, gpu_device, gpu_product, gpu_triton
 from quarterturn.backends.protocol import Weight
 from quarterturn.errors import Refusal
 from quarterturn.formats import FORMATS, FP4Format
@@ -93,8 +93,8 @@ def test_only_packed_weights_on_a_gpu_are_kept_so(monkeypatch: pytest.MonkeyPatc
     ((9, 0), None, False),
 ])  # fmt: skip
 def test_where_they_can_be(monkeypatch: pytest.MonkeyPatch, capability, triton, runs: bool) -> None:
-    monkeypatch.setattr(gpu_launch, "capability", lambda device: capability)
-    monkeypatch.setattr(gpu_launch, "triton_version", lambda: triton)
+    monkeypatch.setattr(gpu_device, "capability", lambda device: capability)
+    monkeypatch.setattr(gpu_device, "triton_version", lambda: triton)
     assert gpu_product.runs_on(torch.device("cuda")) is runs
     assert not gpu_product.runs_on(torch.device("cpu"))
 
@@ -136,7 +136,7 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def few(x, weight, w_scale, x_scale, bias, out, *, after=False, cut, tokens8=None):
         assert 1 <= x.shape[0] <= 16
-        assert after == (gpu_launch.capability(x.device)[0] == 9)
+        assert after == (gpu_device.capability(x.device)[0] == 9)
         assert x.shape[0] <= 8 * (tokens8 or 2)
         assert w_scale.shape == (weight.n,)
         acc = checked("few", x, weight, out)
@@ -163,9 +163,9 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(gpu_product, "many", of_values("many"))
     monkeypatch.setattr(gpu_product, "by_library", of_values("by_library"))
     monkeypatch.setattr(gpu_product, "_space", lambda device: None)
-    monkeypatch.setattr(gpu_launch, "capability", lambda device: (9, 0))
-    monkeypatch.setattr(gpu_launch, "multiprocessors", lambda device: 132)
-    monkeypatch.setattr(gpu_launch, "on_device", lambda device: nullcontext())
+    monkeypatch.setattr(gpu_device, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(gpu_device, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(gpu_device, "on_device", lambda device: nullcontext())
     return names
 
 
@@ -219,7 +219,7 @@ def test_what_the_kernels_do_not_take_is_computed_all_the_same(called: list[str]
 
 
 def test_other_gpus_multiply_many_rows_by_the_library(called: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_launch, "capability", lambda device: (8, 0))
+    monkeypatch.setattr(gpu_device, "capability", lambda device: (8, 0))
     run(torch.randn(17, 96).to(BF16), None, weight_of(NVFP4, 130, 96), None, BF16)
     assert called == ["by_library"]
 

@@ -4,6 +4,7 @@ within what fp32 may lose, and rotate + quantize behind it as specified."""
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ import torch
 from comparing import assert_same_bits
 from gpu_cases import DEVICE, INTERPRETED, USUAL, Turn, assert_counted, assert_rotates, grid, here, manner, run
 from quarterturn import ops
-from quarterturn.backends import gpu_wide, gpu_wide_hopper
+from quarterturn.backends import gpu_device, gpu_wide
+from quarterturn.backends.factors import Factors
 from quarterturn.backends.protocol import Blocks
 from wide_matrices import by_factors, factors, product, signs
 
@@ -20,9 +22,11 @@ ORDERS = [
     (256,), (2, 256), (12, 64), (64, 12), (8, 12, 8), (1024,), (28, 128), (128, 28), (4096,), (8192,), (172, 64),
 ]  # fmt: skip
 """Of the factors, the outermost first: 256, 512, 768, 1024, 3584, 4096, 8192, 11008."""
-WIDEST = [(20, 256), (16384,), (28, 512), (512, 28), (172, 128), (28, 1024), (1024, 28), (32768,)]
-"""Of matrices that are not made: 5120, 14336, 16384, 22016, 28672, 32768."""
-BY_HOPPER = [(8192,), (20, 256), (12, 512), (28, 512), (16384,), (28, 1024), (108, 256), (32768,)]
+WIDEST = [(20, 256), (108, 128), (16384,), (28, 512), (512, 28), (172, 128), (28, 1024), (1024, 28), (32768,)]
+"""Of matrices that are not made: 5120, 13824, 14336, 16384, 22016, 28672, 32768."""
+BY_HOPPER = [
+    (8192,), (20, 256), (12, 512), (28, 512), (108, 128), (16384,), (12, 2048), (28, 1024), (108, 256), (32768,),
+]  # fmt: skip
 """Of matrices that the kernel for Hopper takes."""
 SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 
@@ -84,7 +88,7 @@ def test_rotates_as_specified(orders: tuple[int, ...], signed: bool, transpose: 
 )
 def test_the_widest_by_their_factors(orders: tuple[int, ...], signed: bool, transpose: bool, hopper: bool) -> None:
     made, factor = factors(*orders, signed=signed), math.prod(orders) ** -0.5
-    hopper = hopper and gpu_wide_hopper.runs_on(DEVICE)  # elsewhere the other kernel once more
+    hopper = hopper and gpu_device.runs_gluon(DEVICE)  # elsewhere the other kernel once more
     for dtype in SIXTEEN_BITS if signed or not INTERPRETED else SIXTEEN_BITS[:1]:
         wide = gpu_wide.make_wide(made, factor, transpose, dtype, DEVICE, hopper)
         assert wide is not None
@@ -100,17 +104,28 @@ def test_the_widest_by_their_factors(orders: tuple[int, ...], signed: bool, tran
         assert_within_fp32(got, want, random.double().norm(dim=1, keepdim=True) * wide.size**-0.5)
 
 
-@grid(keep=lambda m: not INTERPRETED, m=[1, 2, 131, 132, 133, 263, 264, 265, 528, 1000])
-def test_rows_of_the_hopper_kernel(m: int) -> None:
-    """Fewer than there are programs, as many, and several a program; beyond the last row nothing is written."""
+SIDES = {"none": (False, False), "rows": (True, False), "columns": (False, True), "both": (True, True)}
+"""Where a matrix has random signs: at its rows, which change x, at its columns, which change the output."""
+
+
+def signed_at(orders: tuple[int, ...], sides: str) -> Factors:
+    made, one = factors(*orders), torch.ones(math.prod(orders), dtype=torch.float64)
+    rows, columns = SIDES[sides]
+    return replace(made, left=made.left if rows else one, right=made.right if columns else one)
+
+
+@grid(keep=lambda sides, m: not INTERPRETED, sides=list(SIDES), m=[1, 2, 131, 133, 264, 265, 528, 2200])
+def test_rows_of_the_hopper_kernel(sides: str, m: int) -> None:
+    """Fewer than there are programs, as many, and so many that each place for a row is used three times; beyond the
+    last row nothing is written. On a GPU that is no Hopper the other kernel is compared with itself."""
+    hopper = gpu_device.runs_gluon(DEVICE)
     for orders in BY_HOPPER:
-        made = factors(*orders)
-        for dtype in SIXTEEN_BITS:
-            here = gpu_wide_hopper.runs_on(DEVICE)
-            plain, ours = (gpu_wide.make_wide(made, 0.01, False, dtype, DEVICE, hopper) for hopper in (False, here))
+        made = signed_at(orders, sides)
+        for dtype in SIXTEEN_BITS if m < 1000 else SIXTEEN_BITS[:1]:
+            plain, ours = (gpu_wide.make_wide(made, 0.01, False, dtype, DEVICE, which) for which in (False, hopper))
             assert plain is not None
             assert ours is not None
-            assert ours.hopper == here
+            assert ours.hopper == hopper
             x = torch.randint(-8, 9, (m, ours.size), device=DEVICE).to(dtype)
             for out in (torch.float32, dtype):
                 want = gpu_wide.rotate_wide(x, plain, out)
@@ -118,6 +133,44 @@ def test_rows_of_the_hopper_kernel(m: int) -> None:
                 gpu_wide._launch(x, ours, memory[:m])
                 assert_same_bits(memory[:m].cpu(), want.cpu(), f"{orders}, {dtype} to {out}")
                 assert memory[m].isnan().all()
+
+
+@grid(keep=lambda orders: not INTERPRETED, orders=[(8192,), (16384,), (28, 1024)])
+def test_a_chain_of_overlapping_rotations(orders: tuple[int, ...]) -> None:
+    """Each rotates what the one before wrote, and may begin before that has ended; eagerly and in a graph."""
+    wide = gpu_wide.make_wide(factors(*orders), 2.0**-6, False, torch.bfloat16, DEVICE, gpu_device.runs_gluon(DEVICE))
+    assert wide is not None
+    x = torch.randn(700, wide.size, device=DEVICE).bfloat16()
+
+    def chain(wait: bool) -> torch.Tensor:
+        y = x
+        for _ in range(12):
+            y = gpu_wide.rotate_wide(y, wide, torch.bfloat16)
+            if wait:
+                torch.cuda.synchronize()
+        return y
+
+    want = chain(True)
+    for _ in range(5):
+        assert torch.equal(chain(False), want)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = chain(False)
+    for _ in range(5):
+        graph.replay()
+        assert torch.equal(y, want)
+
+
+@grid(keep=lambda orders: not INTERPRETED, orders=[(8192,), (28, 512)])
+def test_memory_that_begins_between_sixteen_bytes(orders: tuple[int, ...]) -> None:
+    made, k = factors(*orders), math.prod(orders)
+    wide = gpu_wide.make_wide(made, 0.01, False, torch.bfloat16, DEVICE, gpu_device.runs_gluon(DEVICE))
+    assert wide is not None
+    flat = torch.randint(-8, 9, (5 * k + 1,), device=DEVICE).bfloat16()
+    for first in (0, 1):
+        x = flat[first : first + 5 * k].view(5, k)
+        want = by_factors(x.cpu(), made) * torch.tensor(0.01).double() + 0.0
+        assert_same_bits(gpu_wide.rotate_wide(x, wide, torch.float32).cpu(), want.float())
 
 
 def assert_within_fp32(got: torch.Tensor, want: torch.Tensor, size: torch.Tensor) -> None:
@@ -221,9 +274,9 @@ def test_captured_and_repeated(orders: tuple[int, ...]) -> None:
     assert torch.equal(out, want)
 
 
-@grid(keep=lambda kind: not INTERPRETED, kind=["last row"])
-def test_offsets_past_two_to_the_31(kind: str) -> None:
-    turn, k = wide_turn((512,), False, False), 512
+@grid(keep=lambda k: not INTERPRETED, k=[512, 8192])
+def test_offsets_past_two_to_the_31(k: int) -> None:
+    turn = wide_turn((k,), False, False)
     x = torch.zeros((2**31 + 16 * k) // k, k, dtype=torch.bfloat16, device=DEVICE)
     x[-3:] = torch.randint(-8, 9, (3, k), device=DEVICE).bfloat16()
     got = ops.rotate(x, *turn, backend="gpu_triton")

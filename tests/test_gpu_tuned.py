@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # benchmarks is no part o
 from benchmarks import tune
 
 from quarterturn import NVFP4
-from quarterturn.backends import gpu_launch, gpu_matmul, gpu_matmul_many, gpu_product, gpu_triton, gpu_tuned
+from quarterturn.backends import gpu_device, gpu_matmul, gpu_matmul_many, gpu_product, gpu_triton, gpu_tuned
 from quarterturn.backends.protocol import Weight
 from test_gpu_product import weight_of
 
@@ -36,8 +36,8 @@ def tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty folder of tables, on a machine whose GPU has a name, and the numbers of an H200."""
     monkeypatch.setattr(gpu_tuned, "TABLES", tmp_path)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: NAME)
-    monkeypatch.setattr(gpu_launch, "multiprocessors", lambda device: H200[0])
-    monkeypatch.setattr(gpu_launch, "capability", lambda device: H200[1])
+    monkeypatch.setattr(gpu_device, "multiprocessors", lambda device: H200[0])
+    monkeypatch.setattr(gpu_device, "capability", lambda device: H200[1])
     gpu_tuned.forget()
     yield tmp_path
     gpu_tuned.forget()
@@ -160,9 +160,9 @@ def test_the_product_takes_the_tables_cut_before_the_formulas(m: int, monkeypatc
     monkeypatch.setattr(gpu_product, "few", lambda *_, after, cut: taken.append(cut))
     monkeypatch.setattr(gpu_product, "many", lambda *rest: taken.append(rest[-1]))
     monkeypatch.setattr(gpu_product, "_space", lambda device: None)
-    monkeypatch.setattr(gpu_launch, "capability", lambda device: (9, 0))
-    monkeypatch.setattr(gpu_launch, "multiprocessors", lambda device: 132)
-    monkeypatch.setattr(gpu_launch, "on_device", lambda device: nullcontext())
+    monkeypatch.setattr(gpu_device, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(gpu_device, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(gpu_device, "on_device", lambda device: nullcontext())
     weight = weight_of(NVFP4, 96, 64)
     data = gpu_product.prepare(weight)
     assert data is not None
@@ -254,5 +254,5 @@ def test_a_table_is_made_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert 0 < found["us"] <= found["formula_us"]
         tune.write(name, kernel, found, {"date": "today"})
     assert gpu_tuned.few_cut(gpu, 3, 512, 768) is not None
-    assert (gpu_tuned.many_cut(gpu, 20, 512, 768) is not None) == (gpu_launch.capability(gpu)[0] == 9)
+    assert (gpu_tuned.many_cut(gpu, 20, 512, 768) is not None) == (gpu_device.capability(gpu)[0] == 9)
     gpu_tuned.forget()

@@ -246,8 +246,12 @@ def test_the_hopper_kernel(name: str) -> None:
     else:
         assert wide == {128: runs}
         assert loop["VIADDMNMX"] == (8 * runs if config.output == VALUES else 0)
-    waits = "ACQBULK" in built.sass_text
-    assert waits == cut.pdl, "what came before in the stream has ended"
+    waits = [i.address for i in built.sass if i.name == "ACQBULK"]
+    assert len(waits) == cut.pdl, "what came before in the stream has ended"
+    if cut.pdl:
+        before = Counter(i.name for i in built.sass if i.address < waits[0])
+        assert before["UTMALDG"] == (config.pieces if cut.stages else 0), "only the matrix is read before"
+        assert not before.keys() & {"LDG", "LDGSTS", "STG"}
 
 
 INSTRUCTIONS = {

@@ -177,7 +177,7 @@ def test_the_form_is_the_matrix(
 
 
 FAULTS = {
-    "signs read as none": ("_sign_bits", lambda kept: lambda signs, *_: torch.zeros(len(signs), dtype=torch.int16)),
+    "signs read as none": ("_sign_bits", lambda kept: lambda signs: torch.zeros(len(signs), dtype=torch.int16)),
     "random signs taken for those of the dense factor": ("_absorbed", lambda kept: lambda *a: (None, kept(*a)[1])),
     "one more factor is of order two": ("_window", lambda kept: lambda parts: shorter(kept(parts))),
 }

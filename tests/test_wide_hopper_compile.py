@@ -20,8 +20,8 @@ SHARED, REGISTERS, THREADS = 233472, 65536, (384, 512)
 """Of a multiprocessor, which keeps 1,024 bytes for each program; threads that a program takes registers for, without
 and with signs of x."""
 PER_VALUE = {False: 16.6, True: 24}
-"""Instructions of all code but the prologue, for each of 128 values a column: what copies, waits and changes signs
-included."""
+"""Instructions of all code but the prologue, for each of the 128 values of a row that a thread has: what copies, waits
+and changes signs included."""
 
 
 def compiled(inner: int, left: bool, right: bool, dtype: torch.dtype = BF16, out: torch.dtype = BF16) -> Compiled:
@@ -55,6 +55,9 @@ def test_the_kernel(inner: int, signs: tuple[bool, bool], dtypes: tuple[torch.dt
     assert built.sass_counts["HGMMA"] == inner // 8
     assert built.sass_counts["SHFL"] == inner // 2
     assert built.sass_counts["UTMALDG"] > 0
+    # The warp that copies waits for the kernel before, and all others for what it copies.
+    assert built.ptx.count("griddepcontrol.wait") == 1
+    assert built.ptx.index("griddepcontrol.wait") < built.ptx.index("cp.async.bulk.tensor")
 
 
 @pytest.mark.parametrize("signed", [False, True])

@@ -142,7 +142,8 @@ def hadamard(size: int) -> Transform:
 
     Orders: 2^k, and 2^k times a Paley order (q + 1 for a prime q = 3 mod 4, 2 (q + 1) for a prime q = 1 mod 4), which
     gives 12, 20, 24, 28, 36, 44, 48, ... Powers of two are Sylvester's matrix, which is symmetric; the others are
-    Paley's times Sylvester's (Kronecker's product), which turns neighbours, as in QuIP's transforms: not symmetric.
+    Paley's times Sylvester's (Kronecker's product), which turns neighbours, as in QuIP's transforms. Paley's first kind
+    (12, 20, 24, 44, ...) is not symmetric, the second (28, 36, ...) is.
     Raises Refusal for other orders and says the nearest that can be built. Source: Paley, "On orthogonal matrices",
     J. Math. Phys. 12 (1933).
     """

@@ -29,7 +29,7 @@ from . import (
     gpu_fp8,
     gpu_triton,
 )
-from .gpu_launch import capability as capability_of
+from .gpu_device import capability as capability_of
 from .protocol import Backend, Blocks, Layer, Operand, Problem, Quantizer, Together, Weight
 
 __all__ = [

@@ -26,7 +26,7 @@ from ..layouts import BLOCKED_128x4
 from ..tensor import FP4Tensor
 from . import compose, gpu_triton
 from .blackwell_launch import ScaledWeight, multiply, scaled_weight
-from .gpu_launch import capability as capability_of
+from .gpu_device import capability as capability_of
 from .gpu_pieces import is_capturing
 from .protocol import Layer, Operand, Problem, Together, Weight
 from .vendor import own_or_any

@@ -12,7 +12,7 @@ from torch.nn import functional
 from .. import e4m3_layout
 from ..settings import triton_interprets
 from ..tensor import FP4Tensor, per_output
-from . import gpu_launch
+from . import gpu_device
 from .protocol import Operand
 
 FORM = "e4m3"
@@ -71,7 +71,7 @@ def _convert(
         from ..kernels.to_e4m3 import to_e4m3
 
         words = k // 8
-        with gpu_launch.on_device(codes.device):
+        with gpu_device.on_device(codes.device):
             to_e4m3[(m,)](
                 _whole(codes).view(torch.int32), block_scale.contiguous(), tensor_scale, out, row_scale, left, count,
                 **conversion(words),
@@ -98,7 +98,7 @@ def multiply(
 
     fp32 scales and bias (n), one rounding; M and n not 0.
     """
-    with gpu_launch.on_device(x.data.device):
+    with gpu_device.on_device(x.data.device):
         if out_dtype == torch.bfloat16 and (bias is None or bias.dtype == torch.bfloat16):
             y = by_rows(x.data, x.row_scale, values, scale, _padded(bias, len(scale)))[: x.rows, :n].contiguous()
         else:
@@ -125,7 +125,7 @@ def by_rows(
 
 def bare_sums(x: Tensor, values: Tensor, out_dtype: torch.dtype = torch.float32, fast: bool = False) -> Tensor:
     """(M, N) of E4M3 x (M, K) and values (N, K), without scales."""
-    recipe, one = functional.ScalingType.TensorWise, gpu_launch._constant(1.0, x.device)
+    recipe, one = functional.ScalingType.TensorWise, gpu_device.constant(1.0, x.device)
     return functional.scaled_mm(
         x, values.t(), one, recipe, one, recipe, output_dtype=out_dtype, use_fast_accum=fast
     )  # fmt: skip
@@ -141,7 +141,7 @@ def _replace_left(x: E4M3Operand, values: Tensor, scale: Tensor, bias: Tensor | 
     """Write the rows of y that E4M3 does not hold."""
     from ..kernels.matmul_left import matmul_left
 
-    programs = gpu_launch.multiprocessors(y.device) if y.is_cuda else 2
+    programs = gpu_device.multiprocessors(y.device) if y.is_cuda else 2
     matmul_left[(programs,)](
         _whole(x.codes), x.block_scale, x.tensor_scale, values.view(torch.uint8), scale,
         scale if bias is None else bias, y, x.left, x.count, y.shape[1], K=values.shape[1], HAS_BIAS=bias is not None,

@@ -37,7 +37,7 @@ from ..errors import BackendRefusal, refusal
 from ..layouts import LINEAR
 from ..tensor import FP4Tensor
 from . import compose, fp8_launch, gpu_triton
-from .gpu_launch import capability as capability_of
+from .gpu_device import capability as capability_of
 from .protocol import Layer, Operand, Problem, Together, Weight
 
 NAME = "gpu_fp8"

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache, partial
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..errors import BackendRefusal, refusal
 from ..formats import E8M0_THRESHOLDS, INV6, MXFP4
 from ..kernels import CODES, ROTATED, VALUES
 from ..layouts import BLOCKED_128x4
 from ..settings import triton_interprets
-from .capturing import lasting
+from . import gpu_device
 from .gpu_pieces import Pieces, pieces_of
 from .protocol import Blocks, Quantizer
 
@@ -53,60 +50,20 @@ class Task:
         return self.quantizer is not None and self.quantizer.per_row
 
 
-@cache
-def triton_version() -> tuple[int, int] | None:
-    """Major and minor, None where there is no Triton."""
-    try:
-        import triton
-    except ImportError:
-        return None
-    major, minor = triton.__version__.split(".")[:2]
-    return int(major), int(minor)
-
-
-HOPPER_TRITON = ((3, 6),)
-"""The versions that the Hopper kernel was run with: Gluon and the way to launch it may change with any other, where the
-portable kernel is taken."""
-
-
 def encode_scale(quantizer: Quantizer | None, device: torch.device) -> Tensor:
     """The encode scale, fp32 (1,); 1 where there is none for all rows."""
     if quantizer is None or not quantizer.format.has_tensor_scale or quantizer.recipe == "token":
-        return _constant(1.0, device)
+        return gpu_device.constant(1.0, device)
     if quantizer.recipe == "qutlass":
-        return _constant(6.0, device)
+        return gpu_device.constant(6.0, device)
     scale = quantizer.encode_scale
     assert scale is not None
     return scale if scale.dim() == 1 else scale.view(1)  # a view costs microseconds
 
 
-def _constant(value: float, device: torch.device) -> Tensor:
-    """One number, kept; one that a graph under capture is the first to need is the graph's, and filled when it runs."""
-    kept = _CONSTANTS.get((value, device))
-    if kept is None:
-        make = partial(torch.full, (1,), value, dtype=torch.float32, device=device)
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            return make()
-        kept = _CONSTANTS[value, device] = lasting(device, make)
-    return kept
-
-
-_CONSTANTS: dict[tuple[float, torch.device], Tensor] = {}
-
-
-@lru_cache(maxsize=64)
-def capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
-
-
-@lru_cache(maxsize=64)
-def multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 def launch(task: Task) -> None:
     """Run the kernel that takes the task."""
-    with on_device(task.x.device):
+    with gpu_device.on_device(task.x.device):
         if not hopper_takes(task):
             assert not task.ordered
             return _launch_portable(task)
@@ -124,21 +81,12 @@ def launch(task: Task) -> None:
             _launch_hopper(task)
 
 
-def on_device(device: torch.device) -> AbstractContextManager[object]:
-    """Triton launches on the current device."""
-    here = device.type != "cuda" or device.index == torch.cuda.current_device()
-    return nullcontext() if here else torch.cuda.device(device)
-
-
 def hopper_takes(task: Task) -> bool:
     """Whether the Hopper kernel runs this: rows of whole units of 16-bit values, turned, not scaled row by row."""
     x = task.x
     return (
         task.blocks is not None
-        and x.is_cuda
-        and capability(x.device)[0] == 9
-        and triton_version() in HOPPER_TRITON
-        and not triton_interprets()
+        and gpu_device.runs_gluon(x.device)
         and x.dtype in (torch.bfloat16, torch.float16)
         and task.out.dtype in (torch.uint8, x.dtype)
         and x.shape[1] % _width(task) == 0
@@ -160,7 +108,7 @@ def _launch_portable(task: Task) -> None:
     m, k = x.shape
     pieces = None if task.blocks is None else pieces_of(task.blocks, x.dtype)
     size, count = (0, 0) if pieces is None else (pieces.size, pieces.pieces.shape[0])
-    hardware = x.is_cuda and capability(x.device)[0] >= 10
+    hardware = x.is_cuda and gpu_device.capability(x.device)[0] >= 10
     config = PortableConfig(x.dtype, size, count, m, task.output, task.blocked, group, task.rule, task.by_row, hardware)
     constants = config.constants()
     block_m, width = constants["BLOCK_M"], constants["WIDTH"]
@@ -352,7 +300,7 @@ def _launch_hopper(task: Task) -> None:
 
 def _make_launch(task: Task, pieces: Pieces) -> _Launch:
     x = task.x
-    processors = multiprocessors(x.device)
+    processors = gpu_device.multiprocessors(x.device)
     few = x.numel() < _FEW * processors
     factor, blocked = pieces.factor, task.blocked
     of_two = pieces.near and task.output == CODES
@@ -377,15 +325,6 @@ def _make_launch(task: Task, pieces: Pieces) -> _Launch:
     ))  # fmt: skip
 
 
-class Described(NamedTuple):
-    """What Triton's launcher asks of a tensor descriptor, without the checks that making one repeats at every call."""
-
-    base: Tensor
-    shape: list[int]
-    strides: list[int]
-    padding: str = "zero"
-
-
 @lru_cache(maxsize=512)
 def hopper_launcher(config: HopperConfig) -> Callable[..., None]:
     """The kernel of a configuration, compiled at the first call and launched with little Python after that."""
@@ -408,7 +347,7 @@ def hopper_launcher(config: HopperConfig) -> Callable[..., None]:
         like, like, fp32, like.view(word), byte, fp32, fp32, 2, 2, 2, 2, 1.5, 1.5, 1.5, **constants, grid=(1,),
     )  # fmt: skip
     compiled._init_handles()
-    share_all_memory(compiled.function)
+    gpu_device.share_all_memory(compiled.function)
     index, run, function, metadata = config.device.index, compiled.run, compiled.function, compiled.packed_metadata
     constexprs = [constants[name] for name in kernel.arg_names if name in constants]
     stream_of = driver.active.get_current_stream
@@ -416,29 +355,9 @@ def hopper_launcher(config: HopperConfig) -> Callable[..., None]:
     def start(programs: int, x: Tensor, operand: Tensor, matrix: Tensor, out: Tensor, *rest: Any) -> None:
         run(
             programs, 1, 1, stream_of(index), function, metadata, None, None, None,
-            Described(x, [x.numel() // width, width], strides), Described(operand, [count * width, width], strides),
+            gpu_device.Described(x, [x.numel() // width, width], strides),
+            gpu_device.Described(operand, [count * width, width], strides),
             x, operand, matrix, out, *rest, *constexprs,
         )  # fmt: skip
 
     return start
-
-
-def share_all_memory(function: int) -> None:
-    """Ask the driver for all the shared memory that a multiprocessor can have: several programs are to fit on it."""
-    preferred_carveout, percent = 9, 100
-    ctypes.CDLL("libcuda.so.1").cuFuncSetAttribute(ctypes.c_void_p(function), preferred_carveout, percent)
-
-
-def require_barriers(operation: str, compiled: Any, byte: int, do: str) -> None:
-    """The texts of ring_ptx.py look for a kernel's barriers at a byte of shared memory: refuse where they are not."""
-    from ..kernels import ring_ptx
-
-    there = ring_ptx.barriers_in(compiled.asm["ptx"])
-    if there != byte:
-        raise refusal(
-            operation,
-            "this Triton lays out shared memory in another way than the kernel's own code expects.",
-            needs=[(f"barriers at byte {byte}", str(there))],
-            do=f"pip install triton==3.6.0, or choose {do}",
-            kind=BackendRefusal,
-        )

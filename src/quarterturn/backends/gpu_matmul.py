@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..formats import FORMATS, MXFP4
 from ..weight_layout import ROWS, SCALE_BLOCKS, Fragments
-from . import capturing, gpu_launch
+from . import capturing, gpu_device
 
 MOST_TOKENS = 16
 """Rows of x that one launch takes."""
@@ -63,17 +63,18 @@ def few(
 
     x, out: bf16, or fp16 with an NVFP4 weight; contiguous, x 16-byte aligned. w_scale fp32 (1,) or (N,), x_scale fp32
     (1,) or (M,), bias (N,), or None. after: start while the kernel before still runs (capability 9.0 or more), which is
-    right unless that kernel writes this weight. tokens8: of 8 tokens, how many the kernel has room for, 1 or 2; default
-    by M. work: of `workspace`, for a caller that captures graphs.
+    right unless a kernel writes this weight that the host has not waited for (kept.wait_for_writes). tokens8: of 8
+    tokens, how many the kernel has room for, 1 or 2; default by M. work: of `workspace`, for a caller that captures
+    graphs.
     """
     m, k = x.shape
     if not m:
         return
     assert k == weight.k, (k, weight.k)
     assert m <= MOST_TOKENS, m
-    count = gpu_launch.multiprocessors(x.device)
+    count = gpu_device.multiprocessors(x.device)
     tiles, blocks, chunks = -(-weight.n // ROWS), weight.codes.shape[1], weight.scales.shape[1]
-    cut = cut or cut_of(weight.n, k, m, count, gpu_launch.capability(x.device))
+    cut = cut or cut_of(weight.n, k, m, count, gpu_device.capability(x.device))
     tokens8 = tokens8 or tokens8_of(m)
     programs, each, most = shares(tiles, cut, count)
     config = Config(
@@ -81,7 +82,7 @@ def few(
         owned(most, cut) if cut.cluster else 0, blocks == SCALE_BLOCKS * room(cut), _kind(w_scale), _kind(x_scale),
         after,
     )  # fmt: skip
-    with gpu_launch.on_device(x.device):
+    with gpu_device.on_device(x.device):
         floats = floats_of(weight.n, 8 * tokens8, cut)
         partial, counts = work or workspace(x.device, floats)
         assert not floats or programs <= counts.numel(), (programs, counts.numel())
@@ -188,7 +189,7 @@ def workspace(device: torch.device, floats: int) -> tuple[Tensor, Tensor]:
     counters of its own (capturing.py).
     """
     if not floats:
-        nothing = gpu_launch._constant(0.0, device)  # an address that nothing reads
+        nothing = gpu_device.constant(0.0, device)  # an address that nothing reads
         return nothing, nothing
     if torch.cuda.is_current_stream_capturing():
         return torch.empty(floats, dtype=torch.float32, device=device), capturing.counters(device)
@@ -236,7 +237,7 @@ def launcher(config: Config) -> Callable[..., None]:
         launch_pdl=config.after,
     )  # fmt: skip
     compiled._init_handles()
-    gpu_launch.share_all_memory(compiled.function)
+    gpu_device.share_all_memory(compiled.function)
     index, run, function = config.device.index, compiled.run, compiled.function
     num_warps, _, shared = compiled.packed_metadata
     # The kernel is one of a single program; launched as clusters of `split`, whose size the launcher takes from here.

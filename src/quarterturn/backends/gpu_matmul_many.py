@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..formats import MXFP4, FP4Format
 from ..weight_layout import Fragments
-from .gpu_launch import Described, capability, multiprocessors, require_barriers
+from .gpu_device import Described, capability, multiprocessors, require_barriers
 
 
 class Cut(NamedTuple):

@@ -21,7 +21,7 @@ class Pieces:
 
     hopper: for each output, the pieces block-diagonal to a unit's width, transposed, columns in its order.
     matrix: fp32 (R, R), in the direction it is used. near: for codes, hopper has but two of three pieces; scales next
-    to a tie have to be made from the matrix. ready: they were written before the kernel that is launched before theirs.
+    to a tie have to be made from the matrix. ready: the host has waited until they were written.
     launches: of gpu_launch.py, what is the same for every input of a shape.
     """
 

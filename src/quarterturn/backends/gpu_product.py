@@ -38,7 +38,7 @@ from .. import weight_layout
 from ..formats import FP4Format
 from ..tensor import FP4Tensor, per_output
 from ..weight_layout import Fragments
-from . import any_torch, capturing, gpu_launch, gpu_pieces
+from . import any_torch, capturing, gpu_device, gpu_pieces
 from .gpu_matmul import MOST_TOKENS, cut_of, few
 from .gpu_matmul_many import Workspace, by_library, invariant_cut, many, workspace
 from .gpu_tuned import few_cut, many_cut
@@ -47,9 +47,9 @@ from .protocol import Problem, Weight
 
 def runs_on(device: torch.device) -> bool:
     """Whether weights can be kept in fragments there: capability 8.0, and the Triton that the kernels were run with."""
-    if device.type != "cuda" or gpu_launch.triton_version() not in gpu_launch.HOPPER_TRITON:
+    if device.type != "cuda" or gpu_device.triton_version() not in gpu_device.HOPPER_TRITON:
         return False
-    return gpu_launch.capability(device) >= (8, 0) and torch.version.hip is None
+    return gpu_device.capability(device) >= (8, 0) and torch.version.hip is None
 
 
 def prepare(weight: FP4Tensor) -> Tensor | None:
@@ -74,11 +74,11 @@ different matrix units."""
 
 def varies(problem: Problem) -> list[str]:
     """Reasons why there is no batch-invariant product for a layer on a GPU."""
-    reasons, found, triton = [], problem.capability, gpu_launch.triton_version()
+    reasons, found, triton = [], problem.capability, gpu_device.triton_version()
     if found is None or found[0] not in INVARIANT:
         there = "none" if found is None else f"{found[0]}.{found[1]}"
         reasons.append(f"needs a GPU of capability 8.x, 9.0 or 12.x for batch_invariant, found {there}")
-    if triton not in gpu_launch.HOPPER_TRITON:
+    if triton not in gpu_device.HOPPER_TRITON:
         there = "none" if triton is None else ".".join(map(str, triton))
         reasons.append(f"needs Triton 3.6 for weights in fragments, as batch_invariant does, found {there}")
     if problem.dtype == torch.float32 or (problem.dtype == torch.float16 and problem.format.has_e8m0_scale):
@@ -121,19 +121,19 @@ def matmul(
         _CAPTURED[weight.data] = True
     if not x.is_contiguous() or x.data_ptr() % 16:
         x = x.clone(memory_format=torch.contiguous_format)
-    with gpu_launch.on_device(x.device):
+    with gpu_device.on_device(x.device):
         if invariant and not _hopper(x):
             return _few_by_few(x, fragments, alpha, x_tensor_scale, bias, out)
         if out_dtype == x.dtype and m <= MOST_TOKENS and not invariant:
             part, found = replace(fragments, exponent=0), few_cut(x.device, m, n, k)
             few(x, part, alpha, x_tensor_scale, bias, out, after=_hopper(x), cut=found)
             return out
-        scale = gpu_launch._constant(1.0, x.device) if x_tensor_scale is None else x_tensor_scale.view(-1)
+        scale = gpu_device.constant(1.0, x.device) if x_tensor_scale is None else x_tensor_scale.view(-1)
         bias = None if bias is None else bias.float()
         if out_dtype == x.dtype and _hopper(x):
             chosen = None if invariant else many_cut(x.device, m, n, k)
             if invariant:
-                chosen = invariant_cut(m, n, k, gpu_launch.multiprocessors(x.device))
+                chosen = invariant_cut(m, n, k, gpu_device.multiprocessors(x.device))
             elif chosen is not None:
                 chosen = chosen._replace(natural=chosen.natural and not ordered)
             return many(x, fragments, alpha, scale, bias, _space(x.device), out, ordered, chosen)
@@ -147,7 +147,7 @@ def _few_by_few(
     """The product for a few tokens, 16 by 16, cut in the same way however many there are."""
     (m, k), part = x.shape, replace(fragments, exponent=0)
     device = x.device
-    chosen = cut_of(part.n, k, MOST_TOKENS, gpu_launch.multiprocessors(device), gpu_launch.capability(device))
+    chosen = cut_of(part.n, k, MOST_TOKENS, gpu_device.multiprocessors(device), gpu_device.capability(device))
     for start in range(0, m, MOST_TOKENS):
         rows = slice(start, start + MOST_TOKENS)
         scale = x_scale if x_scale is None or x_scale.numel() == 1 else x_scale.view(-1)[rows]
@@ -175,7 +175,7 @@ def ranges(weight: Weight) -> tuple[Tensor, tuple[int, ...]]:
 
 
 def _hopper(x: Tensor) -> bool:
-    return gpu_launch.capability(x.device)[0] == 9
+    return gpu_device.capability(x.device)[0] == 9
 
 
 def _space(device: torch.device) -> Workspace:

@@ -32,8 +32,9 @@ from ..layouts import BLOCKED_128x4
 from ..settings import triton_interprets
 from ..tensor import FP4Tensor, decode_block_scale, decode_codes
 from . import any_torch, compose, gpu_product, gpu_wide
-from .gpu_launch import Task, encode_scale, hopper_takes, launch, triton_version
-from .gpu_launch import capability as capability_of
+from .gpu_device import capability as capability_of
+from .gpu_device import triton_version
+from .gpu_launch import Task, encode_scale, hopper_takes, launch
 from .gpu_pieces import is_capturing, is_met, pieces_of
 from .protocol import Blocks, Layer, Problem, Quantizer, Weight
 

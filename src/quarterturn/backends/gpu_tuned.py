@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from ..errors import refusal
-from . import gpu_launch, gpu_matmul, gpu_matmul_many
+from . import gpu_device, gpu_matmul, gpu_matmul_many
 
 TABLES = Path(__file__).parent / "tuned"
 CUTS: dict[str, Any] = {"few": gpu_matmul.Cut, "many": gpu_matmul_many.Cut}
@@ -90,9 +90,9 @@ def forget() -> None:
 
 
 def _formula(kernel: str, device: torch.device, m: int, n: int, k: int) -> Any:
-    count = gpu_launch.multiprocessors(device)
+    count = gpu_device.multiprocessors(device)
     if kernel == "few":
-        return gpu_matmul.cut_of(n, k, m, count, gpu_launch.capability(device))
+        return gpu_matmul.cut_of(n, k, m, count, gpu_device.capability(device))
     return gpu_matmul_many.cut(m, n, k, count, False)
 
 

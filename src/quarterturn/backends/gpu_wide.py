@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 
 from ..settings import triton_interprets
-from . import gpu_wide_hopper
+from . import gpu_device, gpu_wide_hopper
 from .capturing import lasting
 from .factors import WIDE, Factors, factors_of
-from .gpu_launch import capability, multiprocessors, on_device
+from .gpu_device import capability, multiprocessors, on_device
 from .gpu_pieces import is_capturing
 from .kept import Kept
 from .protocol import Blocks
@@ -111,7 +111,7 @@ def wide_of(blocks: Blocks, x: Tensor) -> Wide | None:
         factors = factors_of(matrix)
         if capturing:
             return None
-        hopper = gpu_wide_hopper.runs_on(x.device)
+        hopper = gpu_device.runs_gluon(x.device)
         make = partial(make_wide, factors, *key, matrix.device, hopper) if factors is not None else None
         made[key] = None if make is None else lasting(matrix.device, make)
     wide: Wide | None = made[key]
@@ -162,11 +162,10 @@ def make_wide(
     size = max(16, _power_above(order))  # what a matrix unit takes
     padded = torch.zeros(size, size, dtype=dtype, device="cpu")
     padded[:order, :order] = dense.T
-    read_left, read_right = (
-        (gpu_wide_hopper.left_words, gpu_wide_hopper.right_words) if hopper else (_sign_bits, _sign_bits)
-    )
-    left = None if left is None else read_left(left, order, inner).to(device)
-    right = None if right is None else read_right(right, order, inner).to(device)
+    if left is not None:
+        left = (gpu_wide_hopper.left_words(left, order, inner) if hopper else _sign_bits(left)).to(device)
+    if right is not None:
+        right = (gpu_wide_hopper.right_words(right, order, inner) if hopper else _sign_bits(right)).to(device)
     return Wide(padded.to(device), left, right, math.ldexp(abs(factor), -power), order, outer, inner, hopper)
 
 
@@ -215,7 +214,7 @@ def _absorbed(signs: Tensor, outer: int, order: int, inner: int) -> tuple[Tensor
     return (None, own) if bool((rest == 1).all()) else (signs, torch.ones_like(own))
 
 
-def _sign_bits(signs: Tensor, *_: int) -> Tensor:
+def _sign_bits(signs: Tensor) -> Tensor:
     """int16: the sign bit of a 16-bit number where a sign is negative, else 0."""
     return torch.where(signs < 0, -(1 << 15), 0).to(torch.int16)
 

@@ -9,16 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..settings import triton_interprets
-from .gpu_launch import (
-    HOPPER_TRITON,
-    Described,
-    capability,
-    multiprocessors,
-    require_barriers,
-    share_all_memory,
-    triton_version,
-)
+from .gpu_device import Described, multiprocessors, require_barriers, share_all_memory
 
 PADDED = 128
 """The dense factor's order, padding included; of 64 and less half of it would be padding."""
@@ -47,15 +38,6 @@ CUTS = {
 }
 """By INNER and whether signs of x change, which takes four warps more. Measured on an H200 at 2^26 values: some 40 KB
 are on their way to each multiprocessor; more is slower."""
-
-
-def runs_on(device: torch.device) -> bool:
-    return (
-        device.type == "cuda"
-        and capability(device)[0] == 9
-        and triton_version() in HOPPER_TRITON
-        and not triton_interprets()
-    )
 
 
 def takes(order: int, outer: int, inner: int) -> bool:

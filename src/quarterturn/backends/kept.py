@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 COMPARED = 1 << 16
 """Bytes of a tensor in main memory (a matrix, an input) that are kept and compared at most: 128 x 128 in fp32."""
@@ -30,9 +29,9 @@ class Kept:
     """
 
     def __init__(self) -> None:
-        self._of: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        self._found: dict[int, tuple[weakref.ref[Tensor], Any, dict[Any, Any]]] = {}
-        """The same by id, each looked at before it is believed: a weak dictionary takes 10 us to ask."""
+        # By id, which another tensor may come to have: each is looked at before it is believed. A dictionary of weak
+        # references takes 10 us to ask.
+        self._of: dict[int, tuple[weakref.ref[Tensor], Any, dict[Any, Any]]] = {}
 
     def of(self, tensor: Tensor) -> dict[Any, Any]:
         if tensor.device.type == "cpu" and tensor.nbytes <= COMPARED:
@@ -43,20 +42,16 @@ class Kept:
             # `tensor.data = other` changes the memory, not the version.
             state = (tensor._version, tensor.data_ptr())
         number = id(tensor)
-        found = self._found.get(number)
-        if found is not None and found[0]() is tensor and found[1] == state:
-            return found[2]
-        kept = self._of.get(tensor)
-        if kept is None or kept[0] != state:
-            kept = self._of[tensor] = (state, {})
-        made: dict[Any, Any] = kept[1]
-        forget = weakref.ref(tensor, lambda gone: self._forget(number, gone))
-        self._found[number] = (forget, state, made)
-        return made
+        found = self._of.get(number)
+        if found is None or found[0]() is not tensor or found[1] != state:
+            here = weakref.ref(tensor, lambda gone: self._forget(number, gone))
+            found = self._of[number] = (here, state, {})
+        return found[2]
 
     def _forget(self, number: int, gone: weakref.ref[Tensor]) -> None:
-        if number in self._found and self._found[number][0] is gone:
-            del self._found[number]
+        found = self._of.get(number)
+        if found is not None and found[0] is gone:
+            self._of.pop(number, None)
 
 
 def misfits(old: Any, new: Any, name: str = "it") -> list[tuple[str, str]]:

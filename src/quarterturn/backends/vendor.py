@@ -24,7 +24,7 @@ from ..errors import BackendRefusal, refusal
 from ..layouts import LINEAR, BLOCKED_128x4
 from ..tensor import FP4Tensor
 from . import gpu_triton as own
-from .gpu_launch import capability as capability_of
+from .gpu_device import capability as capability_of
 from .gpu_pieces import is_capturing
 from .kept import Kept
 from .protocol import Blocks, Layer, Operand, Problem, Quantizer, Together, Weight

@@ -16,7 +16,7 @@ the second lowest on, are left to the end, so that the tile changes hands once, 
 | output   | (rows, K) bf16, fp16 or fp32; a zero is +0                                                        |
 | moves    | x once and the output once; DENSE once a program, signs (from a cache) once a tile                |
 | does not | check arguments, allocate, take fp32 x                                                            |
-| see      | backends/gpu_wide.py for the launch, tests/test_gpu_wide.py and test_wide_compile.py for the tests |
+| see      | backends/gpu_wide.py for the launch, tests/test_gpu_triton_wide.py, test_wide_compile.py           |
 """
 
 from __future__ import annotations

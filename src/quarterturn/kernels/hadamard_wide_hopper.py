@@ -13,8 +13,8 @@ A row of x is a matrix (d, n), d below ORDER, n below INNER. A program takes row
 Of the digits of n a thread holds all but two in its registers. For those two, pairs of lanes exchange half of their
 values; what they hold then is runs of eight neighbours, and a lane's differences have a sign by the lane.
 
-All warps run one piece of code. As a piece for each group of warps it does not fit in the instruction cache, which
-costs a third of the time.
+All warps that multiply run one piece of code. As a piece for each group of four it does not fit in the instruction
+cache, which costs a third of the time.
 
 | x_desc   | (rows, ORDER, INNER) bf16 or fp16, contiguous, 16-byte aligned; tiles (1, CHUNK, 64)           |
 | dense    | (128, 128) of x's dtype, [output, input], zeros from ORDER on; ORDER <= 128, INNER 64, 128 or 256  |
@@ -38,8 +38,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from . import ring_ptx
+
 NUM_WARPS = 8
-"""Warps of a program beside the one that copies: two groups of four, each with half of DENSE's outputs."""
+"""Warps that multiply: two groups of four, each with half of DENSE's outputs."""
 
 # How a slice of 64 columns lies in threads as it is stored (row group of a warp, half of it, row, n / 32, n / 8 % 4,
 # n % 8), and how 16 rows of it do as their signs are changed in shared memory, in pairs (row, pair / 4, pair % 4).
@@ -67,12 +69,6 @@ _FLIP = gl.constexpr(
 def units(order, chunk):
     """Units of a row."""
     return (order + chunk - 1) // chunk
-
-
-@gluon.jit
-def _run(args, TEXT: gl.constexpr):
-    """A text of ring_ptx.py and its constraints, in its place."""
-    gl.inline_asm_elementwise(TEXT[0], TEXT[1], args, dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -118,6 +114,7 @@ def _change_signs(
     """The warps that change signs of x in shared memory, unit after unit as they arrive."""
     UNITS: gl.constexpr = units(ORDER, CHUNK)
     TOGETHER: gl.constexpr = 4 if SLICES == 4 else 2
+    gl.static_assert(CHUNK // 16 * SLICES % TOGETHER == 0)
     FULL: gl.constexpr = barriers_at(SLICES, STAGES)
     ROW: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, _FLIP))
     thread = gl.arange(0, 16, gl.SliceLayout(1, gl.SliceLayout(2, _FLIP)))[:, None] * 8
@@ -129,8 +126,8 @@ def _change_signs(
     phase = 0
     for _ in range(gl.program_id(0), rows, gl.num_programs(0)):
         for unit in gl.static_range(UNITS):
-            _run([FULL + 8 * (stage * UNITS + unit), phase], WAIT)
-            # Some loads before the first store, which the compiler could not tell apart: these warps seldom have a turn.
+            ring_ptx.run([FULL + 8 * (stage * UNITS + unit), phase], WAIT)
+            # Some loads before the first store, which the compiler could not tell apart: these warps seldom get a turn.
             for first in gl.static_range(unit * CHUNK // 16 * SLICES, (unit + 1) * CHUNK // 16 * SLICES, TOGETHER):
                 changed = ()
                 for piece in gl.static_range(first, first + TOGETHER):
@@ -252,7 +249,7 @@ def _multiply(
     phase = 0
     for row in range(gl.program_id(0), rows, gl.num_programs(0)):
         for unit in gl.static_range(UNITS):
-            _run([READY + 8 * (stage * UNITS + unit), phase], WAIT)
+            ring_ptx.run([READY + 8 * (stage * UNITS + unit), phase], WAIT)
         products = ()
         for j in gl.static_range(SLICES):
             product = warpgroup_mma(dense, ring.index(stage * SLICES + j), zero, use_acc=False, is_async=True)
@@ -261,7 +258,7 @@ def _multiply(
         for j in gl.static_range(SLICES):
             part = warpgroup_mma_wait(SLICES - 1 - j, [products[j]])
             if j == SLICES - 1:
-                _run([EMPTY + 8 * stage, 1], LEAVE)
+                ring_ptx.run([EMPTY + 8 * stage, 1], LEAVE)
             part = _half_turn(part, 32, 1)
             part = _half_turn(part, 4, 8)
             part = _half_turn(part, 2, 16)
@@ -304,6 +301,8 @@ def hadamard_wide_hopper(
     BARRIERS: gl.constexpr = barriers_at(SLICES, STAGES)
     UNITS: gl.constexpr = units(ORDER, CHUNK)
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    gl.static_assert(2 * STAGES * UNITS + STAGES <= 64)  # barriers
+    gl.static_assert(FLIGHT <= STAGES * UNITS)  # or a unit that is awaited is two phases behind
     shared = gl.allocate_shared_memory(gl.int8, [BARRIERS // 1024 + 1, 1024], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     ring = shared._reinterpret(x_desc.dtype, [STAGES * SLICES, 128, 64], TILE)
     dense = shared.index(BARRIERS // 1024 - 32)._reinterpret(x_desc.dtype, [128, 128], TILE)

@@ -136,12 +136,6 @@ def _load(codes, scales, chunk, blocks, LANES: gl.constexpr, EVEN: gl.constexpr)
 
 
 @gluon.jit
-def _run(args, TEXT: gl.constexpr):
-    """A text of ring_ptx.py and its constraints, in its place."""
-    gl.inline_asm_elementwise(TEXT[0], TEXT[1], args, dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
 def _place(row_tiles, token_tiles, chunks, SPLIT: gl.constexpr, GROUP: gl.constexpr):
     """This program's row tile, token tile, tile and part, and its first chunk of K and the one behind its last.
 
@@ -245,12 +239,12 @@ def _multiply(
         for chunk in range(begin, stop):
             n0, n1, n2, n3, t01, t23 = _load(codes, scales, gl.minimum(chunk + 1, end - 1), blocks, LANES, EVEN)
             for j in gl.static_range(4):
-                _run([FULL + 8 * j, phase], WAIT)
+                ring_ptx.run([FULL + 8 * j, phase], WAIT)
                 use_acc = (chunk > begin) | (j > 0)
                 acc = warpgroup_mma(a, x_tiles.index(j).permute((1, 0)), acc, use_acc=use_acc, is_async=True)
                 # The block before is done: its registers and its place in the ring are free.
                 acc, a_before = warpgroup_mma_wait(1, [acc, a_before])
-                _run([EMPTY + 8 * ((j + 3) % 4), ((chunk > first) | (j > 0)).to(gl.int32)], LEAVE)
+                ring_ptx.run([EMPTY + 8 * ((j + 3) % 4), ((chunk > first) | (j > 0)).to(gl.int32)], LEAVE)
                 a_before = a
                 if j == 0:
                     a = _decode(c1, s01 >> 16, to, back, dtype, ROWS, OPERAND, PAIRS, NATURAL, ASM, CONSTRAINTS)

@@ -1,4 +1,5 @@
-"""PTX texts of matmul_many.py that use shared memory: a ring's barriers, and pairs that change lanes.
+"""PTX texts that use shared memory: a ring's barriers (matmul_many.py, hadamard_wide_hopper.py), and pairs that change
+lanes (matmul_many.py).
 
 Triton's own make all warps wait for each other at each; with these a warp waits for the copy alone, and says by itself
 that it has read. Places are bytes from the start of shared memory, `global_smem`, where the kernel's only allocation
@@ -10,7 +11,16 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
 _ARGUMENTS = "=r,r,r"
+
+
+@gluon.jit
+def run(args, TEXT: gl.constexpr):
+    """A text and its constraints, in its place."""
+    gl.inline_asm_elementwise(TEXT[0], TEXT[1], args, dtype=gl.int32, is_pure=False, pack=1)
 
 
 def barriers_in(ptx: str) -> int | None:

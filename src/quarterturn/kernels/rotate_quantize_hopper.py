@@ -15,7 +15,8 @@ NVFP4 codes of a dense matrix are made with two of its three pieces. Where that 
 group of twenty thousand, its amax is summed again from the matrix itself (ptx.exact_amax).
 
 Few values are spread over as many programs as there can be: each has one tile and some of its columns, threads copy
-(a TMA descriptor would have to be fetched first), and the launch overlaps the end of the kernel before it. Where those
+(a TMA descriptor would have to be fetched first), and the launch overlaps the end of the kernel before it, as some
+tilings of many values do, which read the matrix meanwhile. Where those
 are 32 columns, a thread holds 8 neighbours of two rows, and pairs of lanes finish a row each.
 
 | x        | (M, K) bf16 or fp16, contiguous, 16-byte aligned, K a multiple of the width                        |
