@@ -292,6 +292,22 @@ def test_a_label_that_lies_is_noted_and_the_stored_matrix_used(good: Path, tmp_p
     assert torch.allclose(transform.activation_matrix(), expected.double(), rtol=1e-15)
 
 
+@pytest.mark.parametrize(
+    ("value", "word"), [(1e-30, "become zeros"), (1e-3, "become zeros"), (1e30, "cut off"), (2688.0, None)]
+)
+def test_input_scales_that_no_activation_fits_are_noted(
+    value: float, word: str | None, good: Path, tmp_path: Path
+) -> None:
+    def change(_: dict, tensors: dict) -> None:
+        for name in tensors:
+            if name.endswith("input_global_scale"):
+                tensors[name] = torch.full_like(tensors[name], value)
+
+    notes = open_checkpoint(altered(good, tmp_path / "odd", change)).notes
+    assert len(notes) == (word is not None)
+    assert all(word in note and "layers more" in note for note in notes if word)
+
+
 @pytest.mark.parametrize(("format", "bits"), [("nvfp4", 4.5), ("mxfp4", 4.25)])
 def test_bits_a_weight_are_the_formats_with_biases_too(format: str, bits: float, tmp_path: Path) -> None:
     found = describe(str(make_checkpoint(tmp_path / "made", "qwen2", format)))

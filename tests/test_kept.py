@@ -60,6 +60,36 @@ def test_a_matrix_that_is_written_to_is_read_again(backend: str) -> None:
     assert torch.equal(ops.rotate(x, copied, backend=backend), x)
 
 
+@pytest.mark.parametrize("backend", ["cpu_native", "any_torch"])
+def test_other_memory_behind_a_large_matrix_is_read(backend: str) -> None:
+    """`.data = ...` with other strides, another shape, and memory at an address that was used before."""
+    x = torch.randn(4, 768)
+
+    def assert_read(matrix: torch.Tensor) -> None:
+        want = (x.double().view(-1, len(matrix)) @ matrix.double()).view(x.shape)
+        assert torch.allclose(ops.rotate(x, matrix, backend=backend).double(), want, atol=1e-3)
+
+    matrix = hadamard(768).matrix.float()
+    matrix[0] *= -1
+    assert_read(matrix)
+    matrix.data = matrix.data.T
+    assert_read(matrix)
+    matrix.data = hadamard(768).matrix.float()
+    assert_read(matrix)
+    matrix.data = random_hadamard(256).matrix.float().repeat(3, 3)[:256, :256]
+    assert_read(matrix)
+
+
+def test_no_other_storage_is_taken_for_the_one_that_was() -> None:
+    kept, tensor = Kept(), torch.ones(COMPARED)
+    kept.of(tensor)["x"] = 1
+    for _ in range(50):  # the allocator mostly gives the same memory back
+        tensor.data = torch.ones(1)
+        tensor.data = torch.ones(COMPARED)
+        assert kept.of(tensor) == {}
+        kept.of(tensor)["x"] = 1
+
+
 WRITES = {
     "in place": lambda m: m.mul_(2),
     "data in place": lambda m: m.data.mul_(2),

@@ -15,7 +15,7 @@ from comparing import (
     rotation_bound,
     rounded,
 )  # fmt: skip
-from quarterturn import ops
+from quarterturn import ops, random_hadamard
 from test_ops import (
     DTYPES,
     FORMATS,
@@ -285,3 +285,14 @@ def test_the_bf16_result_is_the_fp32_one_rounded(backend: str) -> None:
     fine = ops.rotate(x, matrix, out_dtype=torch.float32, backend=backend)
     assert_same_bits(ops.rotate(x, matrix, backend=backend), fine.bfloat16())
     assert (fine != fine.bfloat16().float()).any()
+
+
+@pytest.mark.parametrize("backend", ["cpu_native", "any_torch"])
+def test_a_sign_that_pytorch_has_put_off(backend: str) -> None:
+    """`is_neg()`: the memory has the other sign."""
+    x, matrix = torch.randn(4, 64), random_hadamard(64).matrix.float()
+    lazy = torch._neg_view(x)
+    assert torch.equal(ops.rotate(lazy, matrix, backend=backend), ops.rotate(-x, matrix, backend=backend))
+    how = {"format": "mxfp4", "backend": backend}
+    for got, want in zip(ops.rotate_quantize(lazy, matrix, **how), ops.rotate_quantize(-x, matrix, **how), strict=True):
+        assert torch.equal(got, want)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import time
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ import torch
 
 import by_hand
 from comparing import assert_refused
-from quarterturn import Transform, hadamard, matrix, random_hadamard
+from quarterturn import Refusal, Transform, hadamard, matrix, random_hadamard
 
 
 def random_matrix(size: int) -> torch.Tensor:
@@ -237,3 +238,17 @@ def test_nothing_given_is_changed() -> None:
     assert torch.equal(t.matrix, before)
     with pytest.raises(dataclasses.FrozenInstanceError):
         t.factor = 2.0
+
+
+@pytest.mark.parametrize("seed", [1.5, None, "a", True, 2**64, -(2**63) - 1])
+def test_a_seed_that_is_none_is_refused(seed: object) -> None:
+    with pytest.raises(Refusal, match="seed"):
+        random_hadamard(16, seed=seed)  # type: ignore[arg-type]
+    assert random_hadamard(16, seed=2**64 - 1).size == 16
+
+
+def test_the_nearest_orders_of_a_large_one_are_found_at_once() -> None:
+    began = time.perf_counter()
+    with pytest.raises(Refusal, match="1000001"):
+        hadamard(1000001)
+    assert time.perf_counter() - began < 5

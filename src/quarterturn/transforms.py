@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import count
 
 import torch
 from torch import Tensor
@@ -156,9 +157,8 @@ def hadamard(size: int) -> Transform:
         )
     entries = _hadamard_matrix(size)
     if entries is None:
-        near = [n for n in range(max(1, size // 2), size * 2 + 1) if _paley_base(n) is not None]
-        below = max((n for n in near if n < size), default=1)
-        above = min((n for n in near if n > size), default=2)
+        below = next(n for n in range(size - 1, 0, -1) if _paley_base(n) is not None)  # 1 and 2 are orders
+        above = next(n for n in count(size + 1) if _paley_base(n) is not None)
         raise refusal(
             "hadamard",
             f"no Hadamard matrix of order {size} can be built.",
@@ -171,8 +171,16 @@ def hadamard(size: int) -> Transform:
 def random_hadamard(size: int, seed: int = 0) -> Transform:
     """A Hadamard transform whose rows are multiplied by random signs: diag(s) H, not symmetric.
 
-    The same seed gives the same matrix on every machine. Raises Refusal for orders that `hadamard` cannot build.
+    seed: an int from -2^63 to 2^64 - 1. The same gives the same matrix on every machine. Raises Refusal for others, and
+    for orders that `hadamard` cannot build.
     """
+    if not isinstance(seed, int) or isinstance(seed, bool) or not -(2**63) <= seed < 2**64:
+        raise refusal(
+            "random_hadamard",
+            "the seed is none.",
+            needs=[("an int from -2^63 to 2^64 - 1", repr(seed))],
+            do="pass a number such as 0",
+        )
     base = hadamard(size)
     generator = torch.Generator("cpu").manual_seed(seed)
     signs = torch.randint(0, 2, (size, 1), generator=generator, dtype=torch.float64, device="cpu") * 2 - 1

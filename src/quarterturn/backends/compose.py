@@ -34,7 +34,10 @@ def row_count(x: Tensor) -> int:
 
 
 def rows(x: Tensor) -> Tensor:
-    """(..., K) as (M, K) with the last dimension contiguous; a copy only where the strides need one."""
+    """(..., K) as (M, K) with the last dimension contiguous; a copy only where the strides need one, or a sign that
+    PyTorch has put off: kernels read the memory."""
+    if x.is_neg():
+        x = x.resolve_neg()
     if x.dim() != 2:  # a view costs microseconds
         # reshape cannot infer M where K is 0 or there are no rows, so M is counted.
         x = x.reshape(row_count(x), x.shape[-1])

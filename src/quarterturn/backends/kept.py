@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 COMPARED = 1 << 16
 """Bytes of a tensor in main memory (a matrix, an input) that are kept and compared at most: 128 x 128 in fp32."""
@@ -24,28 +25,32 @@ class Kept:
     | tensor                    | by                                                                                |
     |---|---|
     | in main memory, up to 64 KiB | its bytes, whoever wrote them                                                  |
-    | other                     | its version and memory; writes past `.data` or through numpy leave no trace there |
+    | other                     | its version, storage and place, shape and strides in it; writes past `.data` or   |
+    |                           | through numpy leave no trace there                                                |
     | other, of inference mode  | has no version: nothing is kept                                                   |
     """
 
     def __init__(self) -> None:
         # By id, which another tensor may come to have: each is looked at before it is believed. A dictionary of weak
         # references takes 10 us to ask.
-        self._of: dict[int, tuple[weakref.ref[Tensor], Any, dict[Any, Any]]] = {}
+        self._of: dict[int, tuple[weakref.ref[Tensor], Any, dict[Any, Any], Any]] = {}
 
     def of(self, tensor: Tensor) -> dict[Any, Any]:
+        memory = None
         if tensor.device.type == "cpu" and tensor.nbytes <= COMPARED:
             state: Any = (tensor.shape, tensor.dtype, contents(tensor))
         elif tensor.is_inference():
             return {}
         else:
-            # `tensor.data = other` changes the memory, not the version.
-            state = (tensor._version, tensor.data_ptr())
+            # `tensor.data = other` changes all but the version.
+            memory = tensor.untyped_storage()
+            state = (tensor._version, memory._cdata, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
         number = id(tensor)
         found = self._of.get(number)
         if found is None or found[0]() is not tensor or found[1] != state:
             here = weakref.ref(tensor, lambda gone: self._forget(number, gone))
-            found = self._of[number] = (here, state, {})
+            # The storage is held weakly, so that no other is at its address.
+            found = self._of[number] = (here, state, {}, memory and StorageWeakRef(memory))
         return found[2]
 
     def _forget(self, number: int, gone: weakref.ref[Tensor]) -> None:

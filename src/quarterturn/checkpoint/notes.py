@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ..formats import E2M1_MAX, E4M3_MAX
 from .files import DTYPES, INDEX, PLAIN_FLOATS, SINGLE
 
 if TYPE_CHECKING:
@@ -29,6 +30,27 @@ def suspicious(checkpoint: Checkpoint, by_design: set[str]) -> list[str]:
             notes.append(f"{name}: dtype {info.dtype} is not known here")
         elif info.dtype not in PLAIN_FLOATS and name not in explained and not checkpoint.quant.others:
             notes.append(f"{name}: {info.dtype}, which is not run where the model has a parameter of floating point")
+    notes += _scales_of_no_use(checkpoint)
     if not checkpoint.quant.schemes:
         notes.append("no transforms are declared: these are plain FP4 layers")
     return notes
+
+
+USUAL = (1e-6, 1e6)
+"""Largest activations that a model may have."""
+
+
+def _scales_of_no_use(checkpoint: Checkpoint) -> list[str]:
+    """Input scales made for activations that no model has: those it has become zeros, or all the largest number."""
+    found: dict[float, list[str]] = {}
+    for layer in checkpoint.layers:
+        scale = checkpoint.input_encode_scale(layer)
+        largest = 1.0 if scale is None else E4M3_MAX * E2M1_MAX / float(scale)
+        if not USUAL[0] <= largest <= USUAL[1]:
+            found.setdefault(largest, []).append(layer)
+    return [
+        f"{layers[0]}{f' and {len(layers) - 1} layers more' if len(layers) > 1 else ''}: the input scale is made for "
+        f"activations up to {largest:.1e}; "
+        + (f"those below {largest / E4M3_MAX / 2**10:.1e} become zeros" if largest > 1 else "larger ones are cut off")
+        for largest, layers in found.items()
+    ]
