@@ -14,7 +14,7 @@ from altered import altered
 from quarterturn import MXFP4, NVFP4, Transform, quantize, random_hadamard
 from quarterturn.cli import main
 from quarterturn.quantize.rtn import encode_scale, round_to_nearest
-from quarterturn.verify import BIAS, OK, ROWS, SCALED, LayerVerdict, check_layer, verify
+from quarterturn.verify import BIAS, COLUMNS, OK, ROWS, SCALED, LayerVerdict, check_layer, verify
 from tiny_models import tiny_model
 
 GENERATOR = torch.Generator().manual_seed(5)
@@ -79,6 +79,60 @@ def test_single_wrong_rows_are_named(format, first: Transform | None) -> None:
     found = check(many, format, first)
     assert (found.verdict, list(found.rows)) == (ROWS, list(range(40, 120)))
     assert "rows 40, 41, 42, 43, 44, 45, 46, 47 and 72 more of 192" in found.detail
+
+
+@every_format
+@every_transform
+@pytest.mark.parametrize("columns", [[9], [0, 255], list(range(30, 40)), list(range(64, 128))], ids=len)
+def test_single_wrong_columns_are_named(format, first: Transform | None, columns: list[int]) -> None:
+    decoded = round_to_nearest(turned(WEIGHT, first), format).dequantize()
+    garbage, negated, permuted = (decoded.clone() for _ in range(3))
+    size = decoded[:, columns].std(0)
+    garbage[:, columns] = size * torch.randn(192, len(columns), generator=torch.Generator().manual_seed(7))
+    negated[:, columns] *= -1
+    permuted[:, columns] = decoded.roll(1, 0)[:, columns]
+    for stored in (garbage, negated, permuted):
+        found = check(stored, format, first)
+        assert (found.verdict, list(found.columns)) == (COLUMNS, columns)
+        assert f"column{'s' * (len(columns) > 1)} {columns[0]}" in found.detail
+        assert "of 256: not the original's" in found.detail
+
+
+def by_gptq(weight: Tensor, x: Tensor, format: Any, damp: float = 0.01) -> Tensor:
+    """Columns rounded one after the other, each leaving its error to those that are left (Frantar et al., 2022), with
+    the block scales of rounding to nearest."""
+    rounded = round_to_nearest(weight, format).dequantize().double()
+    step = rounded.abs().unflatten(1, (-1, format.group_size)).amax(2) / 6
+    step = step.repeat_interleave(format.group_size, 1).clamp(min=1e-9)
+    hessian = (x.T @ x).double()
+    dead = hessian.diagonal() == 0
+    hessian += torch.diag(dead.double()) + damp * hessian.diagonal().mean() * torch.eye(len(hessian)).double()
+    inverse = torch.linalg.cholesky(torch.linalg.inv(hessian), upper=True)
+    left, done = weight.double().clone(), torch.zeros_like(rounded)
+    left[:, dead] = 0
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6]).double()
+    for j in range(weight.shape[1]):
+        scaled = left[:, j] / step[:, j]
+        nearest = values[(scaled.abs()[:, None] - values).abs().argmin(1)]
+        done[:, j] = nearest.copysign(scaled) * step[:, j]
+        left[:, j:] -= torch.outer((left[:, j] - done[:, j]) / inverse[j, j], inverse[j, j:])
+    return done.float()
+
+
+@every_format
+@every_transform
+@pytest.mark.parametrize("spread", [0.0, 1.0, 3.0])
+def test_columns_that_take_errors_of_others_are_right(format, first: Transform | None, spread: float) -> None:
+    """Activations of very different size that go together, and some that are always zero, whose columns are emptied."""
+    generator = torch.Generator().manual_seed(3)
+    mixed = torch.randn(64, 256, generator=generator)
+    x = torch.randn(512, 64, generator=generator) @ mixed + 0.3 * torch.randn(512, 256, generator=generator)
+    x *= torch.exp(spread * torch.randn(256, generator=generator))
+    if first is None:
+        x[:, [11, 200]] = 0
+    stored = by_gptq(turned(WEIGHT, first), x, format)
+    assert first is not None or not stored[:, [11, 200]].any()
+    assert check(stored, format, first).columns == ()
 
 
 @every_transform

@@ -1,6 +1,7 @@
 """Whether a checkpoint's weights are the original's, behind the transforms that its config declares, layer by layer.
 
-layer.py decides which transforms a weight carries, rows.py whether its factor and each of its rows are right.
+layer.py decides which transforms a weight carries, rows.py whether its factor and each of its rows are right,
+columns.py whether each of its columns is.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from ..transforms import hadamard
 from .layer import (
     BIAS,
     CANNOT_TELL,
+    COLUMNS,
     DIFFERENT,
     NEVER,
     OK,
@@ -88,6 +90,7 @@ def verify(path: str | Path, original: str | Path, advance: Callable[[str], None
 __all__ = [
     "BIAS",
     "CANNOT_TELL",
+    "COLUMNS",
     "DIFFERENT",
     "NEVER",
     "OK",

@@ -9,7 +9,8 @@ file or a plain Hadamard) and compared with the decoded weight:
 The yardstick is the error of rounding the declared S to the format here, about 0.1. A right hypothesis comes near it
 (checkpoints made with other roundings reach about twice), a wrong one comes near 1, because a rotated weight has
 almost nothing in common with the weight. Where two different hypotheses fit, or the best is in between, the verdict is
-"cannot tell". Where the declared one fits, the factor and the rows are looked at by themselves (rows.py).
+"cannot tell". Where the declared one fits, the factor, the rows and the columns are looked at by themselves (rows.py,
+columns.py).
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from ..errors import refusal
 from ..formats import FP4Format
 from ..quantize.rtn import round_to_nearest
 from ..transforms import Transform
+from .columns import unrelated
 from .rows import Rows, examine, listed, sources
 
 OK = "ok"
@@ -38,6 +40,7 @@ DIFFERENT = "another weight"
 CANNOT_TELL = "cannot tell"
 SCALED = "wrong factor"
 ROWS = "wrong rows"
+COLUMNS = "wrong columns"
 BIAS = "bias on one side only"
 
 # In units of the yardstick y, 0.09 to 0.12: a hypothesis fits below the first, and is ruled out above the second, or
@@ -55,7 +58,7 @@ _BIAS_ERROR = 4 * 2.0**-8
 class LayerVerdict:
     """What a layer's weights show. error: of the best hypothesis; declared: of the declared one; yardstick: of
     rounding to the format; factor: of the stored weights over the original's; rows: those that are not the original's,
-    where the verdict is about rows."""
+    where the verdict is about rows; so with columns."""
 
     layer: str
     verdict: str
@@ -65,6 +68,7 @@ class LayerVerdict:
     yardstick: float
     factor: float = math.nan
     rows: tuple[int, ...] = ()
+    columns: tuple[int, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -163,12 +167,19 @@ def _decide(
 ) -> LayerVerdict:
     declared = tried[0].error
     error, _, first, second = min(tried, key=lambda t: t.error)
+    columns = () if not (abs(rows.factor) > 0) else unrelated(stored, expected, rows.factor)
     near = [t for t in tried if t.error <= max(error * 1.5, error + yardstick / 2)]
     wrong = [side for side in (first, second) if side.verdict != OK]
 
     def verdict(text: str, detail: str, wrong_rows: tuple[int, ...] = ()) -> LayerVerdict:
         return LayerVerdict(layer, text, detail, error, declared, yardstick, rows.factor, wrong_rows)
 
+    if columns and not wrong and len(columns) < stored.shape[1]:
+        rest = torch.ones(stored.shape[1], dtype=torch.bool, device=stored.device)
+        rest[list(columns)] = False
+        if _distance(stored[:, rest], expected[:, rest])[0] <= _FITS * yardstick:
+            text = f"{listed(columns, 'column')} of {len(rest)}: not the original's"
+            return replace(verdict(COLUMNS, text), columns=columns)
     if error > _FITS * yardstick:
         if found := _wrong_rows(rows, stored, expected):
             return verdict(ROWS, found, rows.wrong)

@@ -14,8 +14,7 @@ taken. A factor is wrong when it is off by more than
 Rows. Row i is wrong when |W'_i / f - S_i| is more than 2.5 times the larger of |Q_i - S_i| and y |S_i|; for
 checkpoints made by other roundings, 2.5 times what is typical of the layer, but never more than 0.8 |S_i|: an unrelated
 row is at 1.4, an empty one at 1. Or when its own factor is off by the bound above (6 deviations instead of 4, for
-there are many rows). Columns are not judged alike: GPTQ moves errors into columns that hardly matter, and may well
-empty them.
+there are many rows). Columns are judged otherwise (columns.py).
 """
 
 from __future__ import annotations
@@ -93,11 +92,11 @@ def sources(stored: Tensor, expected: Tensor, wrong: tuple[int, ...]) -> dict[in
     return {own: other for own, other, c in found if c > 0.9 and own != other}
 
 
-def listed(numbers: tuple[int, ...] | list[int], most: int = 8) -> str:
+def listed(numbers: tuple[int, ...] | list[int], what: str = "row", most: int = 8) -> str:
     """'rows 3, 17 and 40 more'."""
     shown = ", ".join(str(n) for n in numbers[:most])
     more = f" and {len(numbers) - most} more" if len(numbers) > most else ""
-    return f"row{'s' if len(numbers) > 1 else ''} {shown}{more}"
+    return f"{what}{'s' if len(numbers) > 1 else ''} {shown}{more}"
 
 
 def _sum(values: Tensor) -> Tensor:
