@@ -131,7 +131,8 @@ def test_rows_of_the_hopper_kernel(sides: str, m: int) -> None:
                 want = gpu_wide.rotate_wide(x, plain, out)
                 memory = torch.full((m + 1, ours.size), float("nan"), dtype=out, device=DEVICE)
                 gpu_wide._launch(x, ours, memory[:m])
-                assert_same_bits(memory[:m].cpu(), want.cpu(), f"{orders}, {dtype} to {out}")
+                if not torch.equal(memory[:m].view(torch.uint8), want.view(torch.uint8)):
+                    assert_same_bits(memory[:m].cpu(), want.cpu(), f"{orders}, {dtype} to {out}")
                 assert memory[m].isnan().all()
 
 
