@@ -41,6 +41,8 @@ FULL_WIDTHS = (4096, 8192, 14336, 16384, 28672)
 FULL_ROWS = (1, 64, 512)
 MANY = 1 << 26
 """Values of the largest case of each of those."""
+ROTATIONS = ("rotate", FULL, SIGNED)
+"""Forms that write values of x's dtype, not quantized."""
 QUICK = ((1, 4096), (16, 4096), (64, 4096), EXTRA)
 COLD, FEWEST, MOST = 300e6, 4, 64
 ENCODE = 300.0
@@ -62,7 +64,7 @@ class Case:
     @property
     def bytes_written(self) -> int:
         elements = self.rows * self.width
-        if self.form in ("values", "rotate", FULL, SIGNED):
+        if self.form in ("values", *ROTATIONS):
             return 2 * elements
         scales = elements // 16
         if self.form == "blocked":
@@ -111,7 +113,7 @@ def call_of(case: Case, backend: str, device: str = "cuda") -> Call:
     matrix, factor = matrix_of(case.form, case.size, device)
     encode = torch.tensor([ENCODE], device=device)
     how: dict[str, Any] = {"format": "nvfp4", "encode_scale": encode, "backend": backend}
-    if case.form in ("rotate", FULL, SIGNED):
+    if case.form in ROTATIONS:
         return lambda x: (ops.rotate(x, matrix, factor, backend=backend),)
     if case.form == "values":
         return lambda x: ops.rotate_quantize_dequantize(x, matrix, factor, **how)
@@ -157,7 +159,7 @@ def differing(got: torch.Tensor, want: torch.Tensor) -> int:
 
 def faults(case: Case, got: tuple[torch.Tensor, ...], want: tuple[torch.Tensor, ...]) -> str:
     """Empty where docs/numerics.md allows what differs; the tests say in addition that each is next to a tie."""
-    if case.form in ("rotate", "values", FULL, SIGNED):
+    if case.form in ("values", *ROTATIONS):
         if [t.shape for t in got[:1]] != [t.shape for t in want[:1]]:
             return f"shape {tuple(got[0].shape)}"
         # Another rounding of z to bf16, or another code next to a tie: at most the step of one code.

@@ -305,7 +305,7 @@ def test_input_scales_that_no_activation_fits_are_noted(
 
     notes = open_checkpoint(altered(good, tmp_path / "odd", change)).notes
     assert len(notes) == (word is not None)
-    assert all(word in note and "layers more" in note for note in notes if word)
+    assert all(word in note and " more: " in note for note in notes if word)
 
 
 @pytest.mark.parametrize(("format", "bits"), [("nvfp4", 4.5), ("mxfp4", 4.25)])

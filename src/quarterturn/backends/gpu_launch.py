@@ -209,14 +209,14 @@ _TILINGS = {
     (64, True, VALUES): Tiling(64, 3, 4, 3),
     (128, False, VALUES): Tiling(64, 3, 8, 1, pdl=True),
     (128, True, VALUES): Tiling(64, 1, 4, 2),
-    (32, True, ROTATED): Tiling(128, 1, 4, 4, from_registers=True, pdl=True),
+    (32, True, ROTATED): Tiling(128, 1, 4, 4, from_registers=True),
     (64, False, ROTATED): Tiling(64, 1, 4, 4, pdl=True),
-    (64, True, ROTATED): Tiling(128, 2, 4, 4, pdl=True),
+    (64, True, ROTATED): Tiling(128, 2, 4, 4),
     (128, False, ROTATED): Tiling(64, 1, 4, 2, from_registers=True, pdl=True),
-    (128, True, ROTATED): Tiling(64, 1, 8, 2, pdl=True),
+    (128, True, ROTATED): Tiling(64, 1, 8, 2),
 }
-"""By the width of a unit, whether the matrix takes several pieces, and what is written. pdl gains 1 to 2%, or loses
-10%, it seems where more programs fit than there are: early multiprocessors take too many of the next kernel's."""
+"""By the width of a unit, whether the matrix takes several pieces, and what is written. pdl gains 1 to 2%
+where it is on and loses 10% elsewhere, it seems where more programs fit than there are; not tried for dense ROTATED."""
 
 
 class HopperConfig(NamedTuple):

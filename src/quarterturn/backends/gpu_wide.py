@@ -15,17 +15,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..settings import triton_interprets
-from . import gpu_device, gpu_wide_hopper
+from . import gpu_wide_hopper
 from .capturing import lasting
 from .factors import WIDE, Factors, factors_of
-from .gpu_device import capability, multiprocessors, on_device
+from .gpu_device import capability, multiprocessors, on_device, runs_gluon
 from .gpu_pieces import is_capturing
 from .kept import Kept
 from .protocol import Blocks
@@ -111,9 +110,10 @@ def wide_of(blocks: Blocks, x: Tensor) -> Wide | None:
         factors = factors_of(matrix)
         if capturing:
             return None
-        hopper = gpu_device.runs_gluon(x.device)
-        make = partial(make_wide, factors, *key, matrix.device, hopper) if factors is not None else None
-        made[key] = None if make is None else lasting(matrix.device, make)
+        hopper = runs_gluon(x.device)
+        made[key] = None if factors is None else lasting(
+            matrix.device, lambda: make_wide(factors, *key, matrix.device, hopper)
+        )  # fmt: skip
     wide: Wide | None = made[key]
     if wide is None or not (wide.hopper or fits(wide, capability(x.device) if x.is_cuda else (8, 0))):
         return None

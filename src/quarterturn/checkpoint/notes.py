@@ -49,7 +49,7 @@ def _scales_of_no_use(checkpoint: Checkpoint) -> list[str]:
         if not USUAL[0] <= largest <= USUAL[1]:
             found.setdefault(largest, []).append(layer)
     return [
-        f"{layers[0]}{f' and {len(layers) - 1} layers more' if len(layers) > 1 else ''}: the input scale is made for "
+        f"{layers[0]}{f' and {len(layers) - 1} more' if len(layers) > 1 else ''}: the input scale is made for "
         f"activations up to {largest:.1e}; "
         + (f"those below {largest / E4M3_MAX / 2**10:.1e} become zeros" if largest > 1 else "larger ones are cut off")
         for largest, layers in found.items()

@@ -167,19 +167,18 @@ def _decide(
 ) -> LayerVerdict:
     declared = tried[0].error
     error, _, first, second = min(tried, key=lambda t: t.error)
-    columns = () if not (abs(rows.factor) > 0) else unrelated(stored, expected, rows.factor)
     near = [t for t in tried if t.error <= max(error * 1.5, error + yardstick / 2)]
     wrong = [side for side in (first, second) if side.verdict != OK]
 
-    def verdict(text: str, detail: str, wrong_rows: tuple[int, ...] = ()) -> LayerVerdict:
-        return LayerVerdict(layer, text, detail, error, declared, yardstick, rows.factor, wrong_rows)
+    def verdict(
+        text: str, detail: str, wrong_rows: tuple[int, ...] = (), wrong_columns: tuple[int, ...] = ()
+    ) -> LayerVerdict:
+        return LayerVerdict(
+            layer, text, detail, error, declared, yardstick, rows.factor, wrong_rows, wrong_columns
+        )  # fmt: skip
 
-    if columns and not wrong and len(columns) < stored.shape[1]:
-        rest = torch.ones(stored.shape[1], dtype=torch.bool, device=stored.device)
-        rest[list(columns)] = False
-        if _distance(stored[:, rest], expected[:, rest])[0] <= _FITS * yardstick:
-            text = f"{listed(columns, 'column')} of {len(rest)}: not the original's"
-            return replace(verdict(COLUMNS, text), columns=columns)
+    if not wrong and (columns := _wrong_columns(stored, expected, rows.factor, _FITS * yardstick)):
+        return verdict(COLUMNS, f"{listed(columns, 'column')} of {stored.shape[1]}: not the original's", (), columns)
     if error > _FITS * yardstick:
         if found := _wrong_rows(rows, stored, expected):
             return verdict(ROWS, found, rows.wrong)
@@ -199,6 +198,16 @@ def _decide(
     if rows.wrong:
         return verdict(ROWS, _wrong_rows(rows, stored, expected) or listed(rows.wrong), rows.wrong)
     return verdict(OK, _describe(first, second))
+
+
+def _wrong_columns(stored: Tensor, expected: Tensor, factor: float, fits: float) -> tuple[int, ...]:
+    """Columns that are not the original's, where the error of all others is at most `fits`."""
+    columns = unrelated(stored, expected, factor) if abs(factor) > 0 else ()
+    if not columns or len(columns) == stored.shape[1]:
+        return ()
+    rest = torch.ones(stored.shape[1], dtype=torch.bool, device=stored.device)
+    rest[list(columns)] = False
+    return columns if _distance(stored[:, rest], expected[:, rest])[0] <= fits else ()
 
 
 def _wrong_rows(rows: Rows, stored: Tensor, expected: Tensor) -> str | None:
