@@ -130,7 +130,7 @@ def built(how: Cut, dtype: torch.dtype = BF16, fmt: FP4Format = NVFP4, plain: bo
         "y_desc": f"tensordesc<{kind}[{how.tokens}, {how.rows}],{layout!r}>", "codes_ptr": "*i32", "scales_ptr": "*i32",
         "y_ptr": f"*{kind}", "alpha_ptr": "*fp32", "x_scale_ptr": "*fp32", "bias_ptr": "*fp32", "parts_ptr": "*fp32",
         "counts_ptr": "*i32",
-        **dict.fromkeys(("m", "n", "row_tiles", "token_tiles", "chunks", "blocks", "tiles16"), "i32"),
+        **dict.fromkeys(("m", "n", "row_tiles", "token_tiles", "whole", "chunks", "blocks", "tiles16"), "i32"),
     }  # fmt: skip
     return compile_kernel(
         matmul_many.matmul_many, signature, config.constants(), 90, num_warps=how.num_warps, **config.options()
@@ -251,6 +251,16 @@ CASES = [
     (300, 1000, 1104, BF16, NVFP4, shape(256, 1, True)), (256, 384, 1024, BF16, NVFP4, shape(256, 2)),
     (128, 333, 576, FP16, NVFP4, shape(128, 1)), (300, 512, 2048, FP16, NVFP4, shape(256, 1, True)),
     (64, 512, 1024, BF16, MXFP4, shape(64, 2)), (300, 640, 1088, BF16, MXFP4, shape(256, 1, True)),
+    # several tiles a program, and tiles that clusters share, after such and without
+    (700, 9000, 464, BF16, NVFP4, shape(128, 1)), (1500, 8200, 1104, BF16, NVFP4, shape(256, 1, True)),
+    (60, 18944, 1104, BF16, NVFP4, shape(64, 1)), (300, 8200, 2048, FP16, NVFP4, shape(128, 1)._replace(inside=4)),
+    (300, 8192, 1104, BF16, NVFP4, shape(128, 2)._replace(rounds=1)),
+    (700, 9000, 2064, BF16, NVFP4, shape(128, 4)._replace(shared=3, rounds=2)),
+    (64, 28672, 2064, BF16, NVFP4, shape(64, 8)._replace(shared=7)),
+    (50, 6200, 4096, BF16, MXFP4, shape(64, 3)._replace(shared=2)),
+    (20, 28600, 1104, BF16, NVFP4, Cut(256, 32, 7, False, 1, 1, 5)),
+    (700, 6144, 1104, BF16, NVFP4, shape(256, 4, True)._replace(shared=3, rounds=1)),
+    (128, 333, 304, BF16, NVFP4, shape(128, 8)), (1000, 333, 2000, FP16, NVFP4, shape(256, 3)._replace(shared=2)),
     (70, 1000, 1104, BF16, NVFP4, None), (70, 512, 4096, FP16, NVFP4, None), (70, 512, 1088, BF16, MXFP4, None),
 ]  # fmt: skip
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
-from math import ceil
 from typing import Any, NamedTuple
 
 import torch
@@ -21,8 +20,9 @@ from .gpu_device import Described, capability, multiprocessors, require_barriers
 
 
 class Cut(NamedTuple):
-    """rows and tokens of a tile; programs that share a tile, each a part of K; whether weights meet x in its natural
-    order; programs a multiprocessor; parts that a program adds up by itself."""
+    """rows and tokens of a tile; programs of a group; whether weights meet x in its natural order; programs a
+    multiprocessor; parts that a program adds up by itself; tiles that a group shares; rounds of
+    whole tiles, one a program, before those."""
 
     rows: int
     tokens: int
@@ -30,6 +30,8 @@ class Cut(NamedTuple):
     natural: bool
     programs: int
     inside: int = 1
+    shared: int = 1
+    rounds: int = 0
 
     @property
     def num_warps(self) -> int:
@@ -37,37 +39,46 @@ class Cut(NamedTuple):
         return self.rows // 16
 
 
-_SPLITS = (1, 2, 3, 4, 5, 6, 8)
-
-
 @lru_cache(maxsize=4096)
 def cut(m: int, n: int, k: int, multiprocessors: int, ordered: bool) -> Cut:
     """The fastest by an estimate from times measured on an H200. ordered: x comes in the order of fragments."""
-    options = []
+    options, chunks = [], -(-k // 256)
     for tile in _tiles(m):
         count = -(-n // tile.rows) * -(-m // tile.tokens)
-        for split in _SPLITS:
-            if split == 1 or (count * split <= tile.programs * multiprocessors and k > 256 * split):
-                options.append((_estimated_us(tile, count, split, k, multiprocessors), split, tile))
-    _, split, tile = min(options)
+        for split, shared in _SHARES:
+            rounds = _rounds(count, split, shared, tile.programs * multiprocessors)
+            if shared * chunks >= 2 * split:
+                options.append((_estimated_us(tile, count, split, shared, rounds, chunks, multiprocessors), split, shared, rounds, tile))
+    _, split, shared, rounds, tile = min(options)
     # Weights that meet x in its natural order cost 1 to 4% at 256 tokens a tile, less than ordering x; with fewer more.
-    return Cut(tile.rows, tile.tokens, split, not ordered and tile.tokens == 256, tile.programs)
+    return Cut(tile.rows, tile.tokens, split, not ordered and tile.tokens == 256, tile.programs, 1, shared, rounds)
+
+
+_SHARES = ((1, 1), *((split, shared) for split in range(2, 9) for shared in range(1, split)))
+"""Programs of a group, and tiles that it shares."""
+
+
+def _rounds(tiles: int, split: int, shared: int, programs: int) -> int:
+    """The fewest rounds of whole tiles after which groups share what is left, or of all where there is no group."""
+    groups = max(programs // split, 1)
+    return -(-tiles // groups) if split == 1 else max(-(-(tiles - groups * shared) // (groups * split)), 0)
 
 
 @lru_cache(maxsize=4096)
 def invariant_cut(m: int, n: int, k: int, multiprocessors: int) -> Cut:
-    """One whose sums are the same for every m and n: parts of K by k alone, which programs add up, or each by itself
-    where there are too many for all to run at once. For x in the order of fragments."""
-    parts, options = _parts(k), []
+    """One whose sums are the same for every m and n: parts of K by k alone, which the programs of a group add up, or
+    each by itself where there are too many for all to run at once. For x in the order of fragments."""
+    parts, chunks, options = _parts(k), -(-k // 256), []
     for tile in _tiles(m):
         count = -(-n // tile.rows) * -(-m // tile.tokens)
         if parts == 1 or count * parts <= tile.programs * multiprocessors:
-            made = Cut(tile.rows, tile.tokens, parts, False, tile.programs)
-            options.append((_estimated_us(tile, count, parts, k, multiprocessors), made))
+            made = Cut(tile.rows, tile.tokens, parts, False, tile.programs, rounds=int(parts == 1))
+            options.append((_estimated_us(tile, count, parts, 1, made.rounds, chunks, multiprocessors), made))
         elif tile.rows * tile.tokens <= 128 * 128:  # twice the sums have to find room in registers
             tile = tile if tile.tokens <= 32 else tile._replace(programs=1, block_us=tile.alone_us)
-            made = Cut(tile.rows, tile.tokens, 1, False, tile.programs, parts)
-            options.append((_estimated_us(tile, count, 1, k, multiprocessors), made))
+            rounds = -(-count // (tile.programs * multiprocessors))
+            made = Cut(tile.rows, tile.tokens, 1, False, tile.programs, parts, rounds=rounds)
+            options.append((_estimated_us(tile, count, 1, 1, rounds, chunks, multiprocessors), made))
     return min(options)[1]
 
 
@@ -82,17 +93,23 @@ def _tiles(m: int) -> tuple[_Tile, ...]:
     return _TILES[min(tokens for tokens in _TILES if tokens >= min(m, 256))]
 
 
-def _estimated_us(tile: _Tile, count: int, split: int, k: int, multiprocessors: int) -> float:
-    """Microseconds of `count` tiles by `split` programs each."""
-    waves, alone = -(-count * split // (tile.programs * multiprocessors)), count * split <= multiprocessors
+def _estimated_us(
+    tile: _Tile, count: int, split: int, shared: int, rounds: int, chunks: int, multiprocessors: int
+) -> float:
+    """Microseconds of `count` tiles, of which groups of `split` programs share `shared` each after some rounds."""
+    left = 0 if split == 1 else max(count, rounds * split)
+    programs = min(count, multiprocessors * tile.programs) if split == 1 else -(-left // (rounds * split + shared)) * split
+    alone = programs <= multiprocessors
+    blocks = 4 * (rounds * chunks + (-(-shared * chunks // split) if split > 1 else 0))
     adding = 0.0 if split == 1 else tile.adding_us + tile.part_us * split
-    blocks = 4 * ceil(ceil(k / 256) / split)
-    return waves * (blocks * (tile.alone_us if alone else tile.block_us) + tile.start_us) + adding
+    pieces = rounds + (0 if split == 1 else 1 if shared == 1 else 2)
+    return blocks * (tile.alone_us if alone else tile.block_us) + tile.start_us + (pieces - 1) * tile.piece_us + adding
 
 
 class _Tile(NamedTuple):
     """Rows and tokens, and programs a multiprocessor. Microseconds of a block of 64 of K where a multiprocessor has one
-    program and where it has as many as it can, of starting and ending a program, and of adding parts of K."""
+    program and where it has as many as it can, of starting and ending a program, of a further tile, and of adding parts
+    of K."""
 
     rows: int
     tokens: int
@@ -100,14 +117,15 @@ class _Tile(NamedTuple):
     alone_us: float
     block_us: float
     start_us: float
+    piece_us: float
     adding_us: float
     part_us: float
 
 
 _TILES = {
-    32: (_Tile(128, 32, 2, 0.24, 0.36, 2, 3, 0), _Tile(256, 32, 1, 0.32, 0.32, 3, 2, 0.5)),
-    64: (_Tile(128, 64, 2, 0.29, 0.435, 2, 3, 0.25),),
-    256: (_Tile(128, 128, 1, 0.32, 0.32, 3, 3, 0.5), _Tile(128, 256, 1, 0.63, 0.63, 4, 3, 1)),
+    32: (_Tile(128, 32, 2, 0.24, 0.36, 2, 1, 2, 0), _Tile(256, 32, 1, 0.32, 0.32, 3, 1, 2, 0.5)),
+    64: (_Tile(128, 64, 2, 0.29, 0.435, 2, 1, 2, 0.25),),
+    256: (_Tile(128, 128, 1, 0.32, 0.32, 3, 1, 2, 0.5), _Tile(128, 256, 1, 0.63, 0.63, 4, 1.5, 3, 1)),
 }
 """By how many tokens they are for, at most; the last for more too."""
 _GROUP = 16  # token tiles that share weights in L2
@@ -116,18 +134,23 @@ _SLICE = 24 << 20  # bytes of decoded weights that stay in L2
 
 
 class Workspace(NamedTuple):
-    """Partial sums and counters of split products of one stream at a time. counts is zero between launches."""
+    """Sums that programs of a group leave each other, and counters: of one stream at a time. counts is zero between
+    launches."""
 
     parts: Tensor
     counts: Tensor
 
 
 def workspace(device: torch.device, counts: Tensor | None = None) -> Workspace:
-    """What any product on the device needs; counts: zeros (2 * tiles) that are there already."""
+    """What any product on the device needs; counts: zeros, two a multiprocessor or more, that are there already."""
     most = 2 * multiprocessors(device)
-    counts = torch.zeros(2 * most, dtype=torch.int32, device=device) if counts is None else counts
-    assert 2 * most <= counts.numel(), (most, counts.numel())
-    return Workspace(torch.empty(most * 128 * 128, dtype=torch.float32, device=device), counts)
+    counts = torch.zeros(most, dtype=torch.int32, device=device) if counts is None else counts
+    assert most <= counts.numel(), (most, counts.numel())
+    return Workspace(torch.empty(2 * most * 128 * 128, dtype=torch.float32, device=device), counts)
+
+
+_PATIENCE = 32
+"""Times that a program of a group looks whether the others have come: some 20 microseconds."""
 
 
 def order(x: Tensor) -> Tensor:
@@ -146,7 +169,7 @@ def many(
     """x (M, K) @ weight^T (N, K) -> (M, N) of x's dtype, M at least 1. Hopper alone; x is on the current device.
 
     alpha: fp32 (N). x_scale: fp32 (1) or (M). bias: fp32 (N). ordered: x is (M, K up to 64) as `order` gives it.
-    space: of this stream; no other product may use it.
+    space: `workspace` of this stream; no other product may use it.
     """
     m, n, k = x.shape[0], weight.n, weight.k
     if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:
@@ -157,17 +180,28 @@ def many(
         x = order(x)
     tiles16, blocks = weight.codes.shape[:2]
     config = Config(
-        x.device, x.dtype, weight.format, how, blocks % 4 == 0, bias is not None, x_scale.numel() > 1, n % 8 == 0
-    )
+        x.device, x.dtype, weight.format, how._replace(rounds=0), blocks % 4 == 0, bias is not None,
+        x_scale.numel() > 1, n % 8 == 0,
+    )  # fmt: skip
     y = x.new_empty(m, n) if out is None else out
     row_tiles, token_tiles = -(-n // how.rows), -(-m // how.tokens)
-    assert how.split == 1 or 2 * row_tiles * token_tiles <= space.counts.numel(), (how, space.counts.numel())
+    programs, whole = shares(row_tiles * token_tiles, how, multiprocessors(x.device))
+    if how.split > 1:
+        assert 2 * programs * how.rows * how.tokens <= space.parts.numel(), (how, space.parts.numel())
+        assert 2 * programs // how.split <= space.counts.numel(), (how, space.counts.numel())
     launcher(config)(
-        row_tiles * token_tiles * how.split, x, weight.codes, weight.scales, y, alpha, x_scale,
-        alpha if bias is None else bias, space.parts, space.counts, m, n, row_tiles, token_tiles,
-        weight.scales.shape[1], blocks, tiles16,
+        programs, x, weight.codes, weight.scales, y, alpha, x_scale, alpha if bias is None else bias,
+        space.parts, space.counts, m, n, row_tiles, token_tiles, whole, weight.scales.shape[1], blocks, tiles16,
     )  # fmt: skip
     return y
+
+
+def shares(tiles: int, how: Cut, multiprocessors: int) -> tuple[int, int]:
+    """Programs of a launch, and tiles that are made by one each; the others are shared by groups."""
+    if how.split == 1:
+        return min(tiles, multiprocessors * how.programs), tiles
+    groups = -(-tiles // (how.rounds * how.split + how.shared))
+    return groups * how.split, min(how.rounds * groups * how.split, tiles)
 
 
 class Config(NamedTuple):
@@ -187,12 +221,12 @@ class Config(NamedTuple):
         from ..kernels import matmul_many as kernels
         from ..kernels import ring_ptx
 
-        rows, tokens, split, natural, _, inside = self.cut
+        rows, tokens, split, natural, _, inside, shared, _ = self.cut
         warps = self.cut.num_warps
         asm, constraints = kernels.decode_asm(self.format, self.dtype == torch.float16, natural)
         return {
-            "ROWS": rows, "TOKENS": tokens, "SPLIT": split, "INSIDE": inside, "GROUP": _GROUP, "NATURAL": natural,
-            "EVEN": self.even, "HAS_BIAS": self.bias, "X_BY_ROW": self.by_row, "TMA_OUT": self.by_tma,
+            "ROWS": rows, "TOKENS": tokens, "SPLIT": split, "SHARED": shared, "INSIDE": inside, "GROUP": _GROUP,
+            "NATURAL": natural, "PATIENCE": _PATIENCE, "EVEN": self.even, "HAS_BIAS": self.bias, "X_BY_ROW": self.by_row, "TMA_OUT": self.by_tma,
             "LANES": 16 if self.format == MXFP4 else 32,
             "CODES": kernels.fragment_layout(rows, 4, warps), "SCALES": kernels.fragment_layout(rows, 2, warps),
             "PAIRS": kernels.pair_layout(rows, warps), "ASM": asm, "CONSTRAINTS": constraints, "num_warps": warps,
@@ -202,7 +236,7 @@ class Config(NamedTuple):
     def options(self) -> dict[str, Any]:
         """The compiler's options, and the launch's."""
         most = {"maxnreg": _REGISTERS_OF_TWO} if self.cut.programs == 2 else {}
-        return {"enable_fp_fusion": False, "launch_cooperative_grid": self.cut.split > 1, **most}
+        return {"enable_fp_fusion": False, **most}
 
 
 @lru_cache(maxsize=512)
@@ -223,7 +257,7 @@ def launcher(config: Config) -> Callable[..., None]:
     compiled = kernel.warmup(
         TensorDescriptor(like, [1024, 1024], [1024, 1], [how.tokens, 64], layout),
         TensorDescriptor(like, [1024, 1024], [1024, 1], [how.tokens, how.rows], layout),
-        int32, int32, like, fp32, fp32, fp32, fp32, int32, 2, 2, 2, 2, 2, 2, 2, **constants, **config.options(),
+        int32, int32, like, fp32, fp32, fp32, fp32, int32, 2, 2, 2, 2, 2, 2, 2, 2, **constants, **config.options(),
         launch_pdl=True, grid=(1,),
     )  # fmt: skip
     byte = barriers_at(how.rows, how.tokens, how.natural)

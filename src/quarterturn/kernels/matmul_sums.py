@@ -16,7 +16,7 @@ def finish(
     acc, y_desc, y_ptr, alpha_ptr, x_scale_ptr, bias_ptr, y_tile, m, n, first_row, first_token, HAS_BIAS: gl.constexpr,
     X_BY_ROW: gl.constexpr, TMA_OUT: gl.constexpr,
 ):  # fmt: skip
-    """The accumulator of a whole tile to y, through shared memory."""
+    """The accumulator of a whole tile to y, through shared memory, which `stored` says is free again."""
     ROWS: gl.constexpr = acc.shape[0]
     TOKENS: gl.constexpr = acc.shape[1]
     row = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, acc.type.layout))
@@ -28,12 +28,13 @@ def finish(
         acc *= (alpha * gl.load(x_scale_ptr))[:, None]
     if HAS_BIAS:
         acc += gl.load(bias_ptr + row, mask=row < n, other=0.0)[:, None]
+    stored()
+    gl.thread_barrier()
     y_tile.permute((1, 0)).store(acc.to(y_tile.dtype))
     if TMA_OUT:
         fence_async_shared()
         gl.thread_barrier()
         tma.async_copy_shared_to_global(y_desc, [first_token, first_row], y_tile)
-        tma.store_wait(0)
     else:
         OUT: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [gl.num_warps(), 1], [1, 0])
         gl.thread_barrier()
@@ -41,6 +42,12 @@ def finish(
         token = first_token + gl.arange(0, TOKENS, gl.SliceLayout(1, OUT))[:, None]
         row = first_row + gl.arange(0, ROWS, gl.SliceLayout(0, OUT))[None, :]
         gl.store(y_ptr + token.to(gl.int64) * n + row, values, mask=(token < m) & (row < n))
+
+
+@gluon.jit
+def stored():
+    """Returns when TMA has read what it was told to store."""
+    tma.store_wait(0)
 
 
 @gluon.jit
@@ -58,24 +65,53 @@ def leave(acc, part_ptr):
 
 
 @gluon.jit
-def meet(counts, SPLIT: gl.constexpr):
-    """Returns when all SPLIT programs of a tile have come here, and what each stored before can be read."""
+def meet(counts, rank, SPLIT: gl.constexpr, PATIENCE: gl.constexpr):
+    """Which shares, as bits, this program of SPLIT is to add: all have then come here, and what each stored before can
+    be read.
+
+    Who has come looks PATIENCE times for the others: nothing makes sure that they run at the same time. Then it leaves its share to the last one to come. counts: bits 0 to 7 of the first number say how many have come, the
+    next who has left, so that of two who meet there each knows which was first; the second is of `part`.
+    """
     gl.thread_barrier()
-    gl.atomic_add(counts, 1, sem="release", scope="gpu")
-    while gl.atomic_add(counts, 0, sem="acquire", scope="gpu") < SPLIT:
-        pass
+    before = gl.atomic_add(counts, 1, sem="acq_rel", scope="gpu")
+    shares = gl.to_tensor(1) << rank
+    if before % 256 == SPLIT - 1:
+        shares = shares | (before >> 8)
+    else:
+        here = before
+        looks = before * 0
+        while (here % 256 < SPLIT) & (looks < PATIENCE):
+            here = gl.atomic_add(counts, 0, sem="acquire", scope="gpu")
+            looks += 1
+        if here % 256 < SPLIT:
+            here = gl.atomic_or(counts, shares << 8, sem="acq_rel", scope="gpu")
+            if here % 256 < SPLIT:
+                shares = shares * 0
     gl.thread_barrier()
-    if gl.atomic_add(counts + 1, 1, sem="relaxed", scope="gpu") == SPLIT - 1:  # the last to see it
+    return shares
+
+
+@gluon.jit
+def part(counts, shares, SPLIT: gl.constexpr):
+    """Says that shares are added; the last makes the counts zero again."""
+    added = shares * 0
+    for rank in gl.static_range(SPLIT):
+        added += (shares >> rank) % 2
+    if gl.atomic_add(counts + 1, added, sem="relaxed", scope="gpu") + added == SPLIT:
         gl.atomic_xchg(counts + 1, 0, sem="relaxed", scope="gpu")
         gl.atomic_xchg(counts, 0, sem="relaxed", scope="gpu")
 
 
 @gluon.jit
 def add(
-    y_ptr, alpha_ptr, x_scale_ptr, bias_ptr, parts_ptr, m, n, first_row, first_token, part, ROWS: gl.constexpr,
-    TOKENS: gl.constexpr, SPLIT: gl.constexpr, HAS_BIAS: gl.constexpr, X_BY_ROW: gl.constexpr,
+    y_ptr, alpha_ptr, x_scale_ptr, bias_ptr, parts_ptr, m, n, first_row, first_token, rank, tile, tiles,
+    chunks, ROWS: gl.constexpr, TOKENS: gl.constexpr, SPLIT: gl.constexpr, HAS_BIAS: gl.constexpr, X_BY_ROW: gl.constexpr,
 ):  # fmt: skip
-    """This program's share of a tile of y: pieces part, part + SPLIT, ... of four values a thread, eight at a time."""
+    """A share of one of the `tiles` tiles that a group shares: pieces rank, rank + SPLIT, ... of four values a thread,
+    eight at a time.
+
+    parts_ptr: where the group's first program left its first sums; each has room for two tiles.
+    """
     THREADS: gl.constexpr = 32 * gl.num_warps()
     MOST: gl.constexpr = (ROWS * TOKENS // (4 * THREADS) + SPLIT - 1) // SPLIT
     COUNT: gl.constexpr = 1 if MOST == 1 else 2 if MOST == 2 else 4 if MOST <= 4 else 8
@@ -83,11 +119,16 @@ def add(
     v = gl.arange(0, COUNT * THREADS, gl.SliceLayout(1, L))[:, None]
     i = gl.arange(0, 4, gl.SliceLayout(0, L))[None, :]
     for start in gl.static_range(0, MOST, COUNT):
-        spot = (part + (start + v // THREADS) * SPLIT) * THREADS + v % THREADS  # of four values: see leave
+        spot = (rank + (start + v // THREADS) * SPLIT) * THREADS + v % THREADS  # of four values: see leave
         there = spot * 4 < ROWS * TOKENS
-        total = gl.load(parts_ptr + (spot * 4 + i), mask=there, other=0.0)
-        for p in gl.static_range(1, SPLIT):
-            total += gl.load(parts_ptr + (spot * 4 + (i + p * (ROWS * TOKENS))), mask=there, other=0.0)
+        total = gl.full([COUNT * THREADS, 4], -0.0, gl.float32, L)  # to which any number is added exactly
+        for p in gl.static_range(SPLIT):
+            # Program p has these chunks of all tiles, and left its sums of a second tile behind those of the first.
+            begin = p * (tiles * chunks) // SPLIT
+            end = (p + 1) * (tiles * chunks) // SPLIT
+            has = (end > begin) & (end > tile * chunks) & (begin < (tile + 1) * chunks)
+            at = parts_ptr + (2 * p + (begin < tile * chunks).to(gl.int32)) * (ROWS * TOKENS)
+            total += gl.load(at + (spot * 4 + i), mask=there & has, other=-0.0, cache_modifier=".cg")
         row = first_row + spot // (4 * TOKENS) * 16 + i // 2 * 8 + spot % 32 // 4
         token = first_token + spot // 32 % (TOKENS // 8) * 8 + spot % 4 * 2 + i % 2
         inside = there & (row < n) & (token < m)
