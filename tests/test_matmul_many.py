@@ -123,18 +123,19 @@ def test_what_was_measured_fastest_is_chosen() -> None:
 
 def built(how: Cut, dtype: torch.dtype = BF16, fmt: FP4Format = NVFP4, plain: bool = True) -> Compiled:
     """As `launcher` compiles it. plain: K and N are such as models have, no bias."""
-    config = Config(torch.device("cpu"), dtype, fmt, how, plain, not plain, not plain, plain)
+    config = Config(torch.device("cpu"), dtype, fmt, how, plain, not plain, not plain, plain, how.tokens <= 64)
     kind, layout = "bf16" if dtype == BF16 else "fp16", NVMMASharedLayout(128, 16, 2)
     signature = {
         "x_desc": f"tensordesc<{kind}[{how.tokens}, 64],{layout!r}>",
         "y_desc": f"tensordesc<{kind}[{how.tokens}, {how.rows}],{layout!r}>", "codes_ptr": "*i32", "scales_ptr": "*i32",
         "y_ptr": f"*{kind}", "alpha_ptr": "*fp32", "x_scale_ptr": "*fp32", "bias_ptr": "*fp32", "parts_ptr": "*fp32",
         "counts_ptr": "*i32",
-        **dict.fromkeys(("m", "n", "row_tiles", "token_tiles", "whole", "chunks", "blocks", "tiles16"), "i32"),
+        **dict.fromkeys(("m", "n", "row_tiles", "token_tiles", "each", "more", "chunks", "blocks", "tiles16"), "i32"),
     }  # fmt: skip
     return compile_kernel(
-        matmul_many.matmul_many, signature, config.constants(), 90, num_warps=how.num_warps, **config.options()
-    )
+        matmul_many.matmul_many, signature, config.constants(), 90, num_warps=how.num_warps,
+        divisible=[name for name in signature if name.endswith("_ptr")], **config.options(),
+    )  # fmt: skip
 
 
 def main_loop(code: Compiled) -> list[Instruction]:

@@ -45,23 +45,33 @@ def cut(m: int, n: int, k: int, multiprocessors: int, ordered: bool) -> Cut:
     options, chunks = [], -(-k // 256)
     for tile in _tiles(m):
         count = -(-n // tile.rows) * -(-m // tile.tokens)
-        for split, shared in _SHARES:
-            rounds = _rounds(count, split, shared, tile.programs * multiprocessors)
-            if shared * chunks >= 2 * split:
-                options.append((_estimated_us(tile, count, split, shared, rounds, chunks, multiprocessors), split, shared, rounds, tile))
+        for split, shared, rounds in ways(count, tile.programs * multiprocessors):
+            if split == 1 or shared * chunks >= 2 * split:
+                us = _estimated_us(tile, count, split, shared, rounds, chunks, multiprocessors)
+                options.append((us, split, shared, rounds, tile))
     _, split, shared, rounds, tile = min(options)
     # Weights that meet x in its natural order cost 1 to 4% at 256 tokens a tile, less than ordering x; with fewer more.
-    return Cut(tile.rows, tile.tokens, split, not ordered and tile.tokens == 256, tile.programs, 1, shared, rounds)
+    natural = not ordered and tile.tokens == 256
+    return Cut(tile.rows, tile.tokens, split, natural, tile.programs, shared=shared, rounds=rounds)
 
 
-_SHARES = ((1, 1), *((split, shared) for split in range(2, 9) for shared in range(1, split)))
-"""Programs of a group, and tiles that it shares."""
+@lru_cache(maxsize=4096)
+def ways(tiles: int, programs: int) -> list[tuple[int, int, int]]:
+    """Of dealing tiles out to at most so many programs: split, shared, rounds (see Cut)."""
+    found = [(1, 1, -(-tiles // programs))]
+    for split in range(2, _MOST_OF_A_GROUP + 1):
+        groups = programs // split
+        for shared in range(1, split) if groups else ():
+            rounds = max(-(-(tiles - groups * shared) // (groups * split)), 0)
+            used = -(-tiles // (rounds * split + shared))
+            left = tiles - rounds * used * split
+            if left > 0:  # of which each group then has as many, or one fewer
+                found.append((split, -(-left // used), rounds))
+    return sorted(set(found))
 
 
-def _rounds(tiles: int, split: int, shared: int, programs: int) -> int:
-    """The fewest rounds of whole tiles after which groups share what is left, or of all where there is no group."""
-    groups = max(programs // split, 1)
-    return -(-tiles // groups) if split == 1 else max(-(-(tiles - groups * shared) // (groups * split)), 0)
+_MOST_OF_A_GROUP = 8
+"""Programs: as many bits as matmul_sums.meet has for them."""
 
 
 @lru_cache(maxsize=4096)
@@ -97,9 +107,8 @@ def _estimated_us(
     tile: _Tile, count: int, split: int, shared: int, rounds: int, chunks: int, multiprocessors: int
 ) -> float:
     """Microseconds of `count` tiles, of which groups of `split` programs share `shared` each after some rounds."""
-    left = 0 if split == 1 else max(count, rounds * split)
-    programs = min(count, multiprocessors * tile.programs) if split == 1 else -(-left // (rounds * split + shared)) * split
-    alone = programs <= multiprocessors
+    how = Cut(tile.rows, tile.tokens, split, False, tile.programs, shared=shared, rounds=rounds)
+    alone = shares(count, how, multiprocessors)[0] <= multiprocessors
     blocks = 4 * (rounds * chunks + (-(-shared * chunks // split) if split > 1 else 0))
     adding = 0.0 if split == 1 else tile.adding_us + tile.part_us * split
     pieces = rounds + (0 if split == 1 else 1 if shared == 1 else 2)
@@ -181,31 +190,35 @@ def many(
     tiles16, blocks = weight.codes.shape[:2]
     config = Config(
         x.device, x.dtype, weight.format, how._replace(rounds=0), blocks % 4 == 0, bias is not None,
-        x_scale.numel() > 1, n % 8 == 0,
+        x_scale.numel() > 1, n % 8 == 0, m <= how.tokens,
     )  # fmt: skip
     y = x.new_empty(m, n) if out is None else out
     row_tiles, token_tiles = -(-n // how.rows), -(-m // how.tokens)
-    programs, whole = shares(row_tiles * token_tiles, how, multiprocessors(x.device))
+    programs, each, more = shares(row_tiles * token_tiles, how, multiprocessors(x.device))
     if how.split > 1:
         assert 2 * programs * how.rows * how.tokens <= space.parts.numel(), (how, space.parts.numel())
         assert 2 * programs // how.split <= space.counts.numel(), (how, space.counts.numel())
     launcher(config)(
         programs, x, weight.codes, weight.scales, y, alpha, x_scale, alpha if bias is None else bias,
-        space.parts, space.counts, m, n, row_tiles, token_tiles, whole, weight.scales.shape[1], blocks, tiles16,
+        space.parts, space.counts, m, n, row_tiles, token_tiles, each, more, weight.scales.shape[1], blocks, tiles16,
     )  # fmt: skip
     return y
 
 
-def shares(tiles: int, how: Cut, multiprocessors: int) -> tuple[int, int]:
-    """Programs of a launch, and tiles that are made by one each; the others are shared by groups."""
+def shares(tiles: int, how: Cut, multiprocessors: int) -> tuple[int, int, int]:
+    """Programs of a launch, whole tiles that each makes, and how many make one more; groups share the others."""
     if how.split == 1:
-        return min(tiles, multiprocessors * how.programs), tiles
+        programs = min(tiles, multiprocessors * how.programs)
+        return programs, tiles // programs, tiles % programs
     groups = -(-tiles // (how.rounds * how.split + how.shared))
-    return groups * how.split, min(how.rounds * groups * how.split, tiles)
+    whole = how.rounds * groups * how.split
+    assert groups * (how.shared - 1) <= tiles - whole <= groups * how.shared, (tiles, how, "groups are not alike")
+    return groups * how.split, how.rounds, 0
 
 
 class Config(NamedTuple):
-    """What the kernel is compiled for. even: blocks of K are a multiple of 4; by_tma: N is a multiple of 8."""
+    """What the kernel is compiled for. even: blocks of K are a multiple of 4; by_tma: N is a multiple of 8; one: there
+    is one token tile."""
 
     device: torch.device
     dtype: torch.dtype
@@ -215,6 +228,7 @@ class Config(NamedTuple):
     bias: bool
     by_row: bool
     by_tma: bool
+    one: bool
 
     def constants(self) -> dict[str, Any]:
         """The constexpr arguments of the kernel."""
@@ -225,7 +239,8 @@ class Config(NamedTuple):
         warps = self.cut.num_warps
         asm, constraints = kernels.decode_asm(self.format, self.dtype == torch.float16, natural)
         return {
-            "ROWS": rows, "TOKENS": tokens, "SPLIT": split, "SHARED": shared, "INSIDE": inside, "GROUP": _GROUP,
+            "ROWS": rows, "TOKENS": tokens, "SPLIT": split, "SHARED": shared, "INSIDE": inside,
+            "GROUP": 1 if self.one else _GROUP,
             "NATURAL": natural, "PATIENCE": _PATIENCE, "EVEN": self.even, "HAS_BIAS": self.bias, "X_BY_ROW": self.by_row, "TMA_OUT": self.by_tma,
             "LANES": 16 if self.format == MXFP4 else 32,
             "CODES": kernels.fragment_layout(rows, 4, warps), "SCALES": kernels.fragment_layout(rows, 2, warps),
@@ -257,7 +272,7 @@ def launcher(config: Config) -> Callable[..., None]:
     compiled = kernel.warmup(
         TensorDescriptor(like, [1024, 1024], [1024, 1], [how.tokens, 64], layout),
         TensorDescriptor(like, [1024, 1024], [1024, 1], [how.tokens, how.rows], layout),
-        int32, int32, like, fp32, fp32, fp32, fp32, int32, 2, 2, 2, 2, 2, 2, 2, 2, **constants, **config.options(),
+        int32, int32, like, fp32, fp32, fp32, fp32, int32, 2, 2, 2, 2, 2, 2, 2, 2, 2, **constants, **config.options(),
         launch_pdl=True, grid=(1,),
     )  # fmt: skip
     byte = barriers_at(how.rows, how.tokens, how.natural)

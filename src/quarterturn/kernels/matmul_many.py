@@ -140,53 +140,70 @@ def _load(
 
 
 @gluon.jit
-def _shared_chunks(tiles, whole, chunks, SPLIT: gl.constexpr, SHARED: gl.constexpr):
-    """Of the tiles that this program's group shares: how many there are, the first, and which of their chunks, laid
-    behind each other, are this program's."""
-    first_tile = whole + gl.program_id(0) // SPLIT * SHARED
-    count = gl.maximum(gl.minimum(tiles - first_tile, SHARED), 0)
+def _shared_chunks(tiles, each, more, chunks, SPLIT: gl.constexpr, SHARED: gl.constexpr):
+    """Of the tiles that this program's group shares: how many there are (SHARED, or one fewer), the first, and which of
+    their chunks, laid behind each other, are this program's."""
+    whole = each * gl.num_programs(0) + more
+    group = gl.program_id(0) // SPLIT
+    if SHARED == 1:
+        count = (group < tiles - whole).to(gl.int32)
+        first_tile = whole + group
+    else:
+        fewer = gl.num_programs(0) // SPLIT * SHARED - (tiles - whole)  # groups that have one fewer: the last
+        full = gl.num_programs(0) // SPLIT - fewer
+        count = SHARED - (group >= full).to(gl.int32)
+        first_tile = whole + group * SHARED - gl.maximum(group - full, 0)
     rank = gl.program_id(0) % SPLIT
     return count, first_tile, rank * (count * chunks) // SPLIT, (rank + 1) * (count * chunks) // SPLIT
 
 
 @gluon.jit
-def _count(tiles, whole, chunks, SPLIT: gl.constexpr, SHARED: gl.constexpr, INSIDE: gl.constexpr):
+def _count(tiles, each, more, chunks, SPLIT: gl.constexpr, SHARED: gl.constexpr, INSIDE: gl.constexpr):
     """Pieces of work of this program, and those of them that are whole tiles, or parts inside of such."""
-    program = gl.program_id(0)
-    full = gl.maximum(whole - program + gl.num_programs(0) - 1, 0) // gl.num_programs(0) * INSIDE
+    full = (each + (gl.program_id(0) < more).to(gl.int32)) * INSIDE
     if SPLIT == 1:
         return full, full
-    _, _, first, end = _shared_chunks(tiles, whole, chunks, SPLIT, SHARED)
-    return full + (end > first).to(gl.int32) * ((end - 1) // chunks - first // chunks + 1), full
+    _, _, first, end = _shared_chunks(tiles, each, more, chunks, SPLIT, SHARED)
+    some = (end > first).to(gl.int32)
+    if SHARED == 1:
+        return full + some, full
+    return full + some * ((end - 1) // chunks - first // chunks + 1), full
 
 
 @gluon.jit
 def _piece(
-    i, full, row_tiles, token_tiles, whole, chunks, SPLIT: gl.constexpr, SHARED: gl.constexpr, INSIDE: gl.constexpr,
-    GROUP: gl.constexpr,
+    i, full, row_tiles, token_tiles, each, more, chunks, SPLIT: gl.constexpr, SHARED: gl.constexpr,
+    INSIDE: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
-    """Row tile and token tile of piece i of this program's work, its first chunk of K and the one behind its last.
-
-    Tokens go fastest, in groups of GROUP tiles: programs that run together read the same weights, and x stays in L2.
-    """
-    tiles = row_tiles * token_tiles
+    """Row tile and token tile of piece i of this program's work, its first chunk of K and the one behind its last."""
     tile = gl.program_id(0) + i // INSIDE * gl.num_programs(0)
     begin = i % INSIDE * chunks // INSIDE
     stop = (i % INSIDE + 1) * chunks // INSIDE
     if SPLIT > 1:
-        _, first_tile, first, end = _shared_chunks(tiles, whole, chunks, SPLIT, SHARED)
-        at = gl.where(i > full, (first // chunks + 1) * chunks, first)
+        _, first_tile, first, end = _shared_chunks(row_tiles * token_tiles, each, more, chunks, SPLIT, SHARED)
         of_shared = i >= full
-        tile = gl.where(of_shared, first_tile + at // chunks, tile)
-        begin = gl.where(of_shared, at % chunks, begin)
-        stop = gl.where(of_shared, gl.minimum(at % chunks + end - at, chunks), stop)
+        if SHARED == 1:
+            tile = gl.where(of_shared, first_tile, tile)
+            begin = gl.where(of_shared, first, begin)
+            stop = gl.where(of_shared, end, stop)
+        else:
+            at = gl.where(i > full, (first // chunks + 1) * chunks, first)
+            tile = gl.where(of_shared, first_tile + at // chunks, tile)
+            begin = gl.where(of_shared, at % chunks, begin)
+            stop = gl.where(of_shared, gl.minimum(at % chunks + end - at, chunks), stop)
     row, token = _at(tile, row_tiles, token_tiles, GROUP)
     return row, token, begin, stop
 
 
 @gluon.jit
 def _at(tile, row_tiles, token_tiles, GROUP: gl.constexpr):
-    """Row tile and token tile of a tile."""
+    """Row tile and token tile of a tile.
+
+    Tokens go fastest, in groups of GROUP tiles: programs that run together read the same weights, and x stays in L2.
+    GROUP 1: there is but one token tile.
+    """
+    if GROUP == 1:
+        return tile, tile * 0
     group = tile // (GROUP * row_tiles)
     inside = tile - group * (GROUP * row_tiles)
     across = gl.minimum(token_tiles - group * GROUP, GROUP)
@@ -216,16 +233,16 @@ def _wait_for_earlier_kernels():
 
 @gluon.jit
 def _copy_x(
-    x_desc, x_tiles, barriers, row_tiles, token_tiles, whole, chunks, TOKENS: gl.constexpr, SPLIT: gl.constexpr,
+    x_desc, x_tiles, barriers, row_tiles, token_tiles, each, more, chunks, TOKENS: gl.constexpr, SPLIT: gl.constexpr,
     SHARED: gl.constexpr, INSIDE: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """The warp that fills the ring."""
-    count, full = _count(row_tiles * token_tiles, whole, chunks, SPLIT, SHARED, INSIDE)
+    count, full = _count(row_tiles * token_tiles, each, more, chunks, SPLIT, SHARED, INSIDE)
     phase = 1
     _wait_for_earlier_kernels()
     for i in range(count):
         _, token, begin, stop = _piece(
-            i, full, row_tiles, token_tiles, whole, chunks, SPLIT, SHARED, INSIDE, GROUP
+            i, full, row_tiles, token_tiles, each, more, chunks, SPLIT, SHARED, INSIDE, GROUP
         )  # fmt: skip
         for chunk in range(begin, stop):
             for j in gl.static_range(4):
@@ -271,7 +288,7 @@ def _fragments(
 @gluon.jit
 def _multiply(
     y_desc, codes_ptr, scales_ptr, y_ptr, alpha_ptr, x_scale_ptr, bias_ptr, parts_ptr, counts_ptr, x_tiles, y_tile,
-    m, n, row_tiles, token_tiles, whole, chunks, blocks, tiles16, ROWS: gl.constexpr, TOKENS: gl.constexpr,
+    m, n, row_tiles, token_tiles, each, more, chunks, blocks, tiles16, ROWS: gl.constexpr, TOKENS: gl.constexpr,
     SPLIT: gl.constexpr, SHARED: gl.constexpr, INSIDE: gl.constexpr, GROUP: gl.constexpr, NATURAL: gl.constexpr,
     PATIENCE: gl.constexpr, EVEN: gl.constexpr, HAS_BIAS: gl.constexpr, X_BY_ROW: gl.constexpr, TMA_OUT: gl.constexpr, LANES: gl.constexpr,
     CODES: gl.constexpr, SCALES: gl.constexpr, PAIRS: gl.constexpr, ASM: gl.constexpr, CONSTRAINTS: gl.constexpr,
@@ -284,9 +301,9 @@ def _multiply(
     FULL: gl.constexpr = barriers_at(ROWS, TOKENS, NATURAL)
     EMPTY: gl.constexpr = FULL + 32
     tiles = row_tiles * token_tiles
-    count, full = _count(tiles, whole, chunks, SPLIT, SHARED, INSIDE)
+    count, full = _count(tiles, each, more, chunks, SPLIT, SHARED, INSIDE)
     row, _, begin, _ = _piece(
-        0, full, row_tiles, token_tiles, whole, chunks, SPLIT, SHARED, INSIDE, GROUP
+        0, full, row_tiles, token_tiles, each, more, chunks, SPLIT, SHARED, INSIDE, GROUP
     )  # fmt: skip
     # A program without work reads what the first has.
     codes, scales = _fragments(
@@ -300,10 +317,10 @@ def _multiply(
     phase = 0
     for i in range(count):
         row, token, begin, stop = _piece(
-            i, full, row_tiles, token_tiles, whole, chunks, SPLIT, SHARED, INSIDE, GROUP
+            i, full, row_tiles, token_tiles, each, more, chunks, SPLIT, SHARED, INSIDE, GROUP
         )  # fmt: skip
         next_row, _, next_begin, _ = _piece(
-            gl.minimum(i + 1, count - 1), full, row_tiles, token_tiles, whole, chunks, SPLIT, SHARED, INSIDE, GROUP
+            gl.minimum(i + 1, count - 1), full, row_tiles, token_tiles, each, more, chunks, SPLIT, SHARED, INSIDE, GROUP
         )  # fmt: skip
         next_codes, next_scales = _fragments(
             next_row, blocks, chunks, tiles16, ROWS, LANES, CODES, SCALES
@@ -361,23 +378,28 @@ def _multiply(
         _wait_for_earlier_kernels()
         group = gl.program_id(0) // SPLIT
         shares = meet(counts_ptr + group * 2, gl.program_id(0) % SPLIT, SPLIT, PATIENCE)
-        mine, first_tile, _, _ = _shared_chunks(tiles, whole, chunks, SPLIT, SHARED)
+        mine, first_tile, _, _ = _shared_chunks(tiles, each, more, chunks, SPLIT, SHARED)
         parts_ptr += (group * (2 * SPLIT)).to(gl.int64) * (ROWS * TOKENS)
+        out_n = n // 8 * 8 if TMA_OUT else n  # the compiler sees what it is a multiple of
+        rows = ()
+        tokens = ()
+        for tile in gl.static_range(SHARED):
+            row, token = _at(first_tile + tile, row_tiles, token_tiles, GROUP)
+            rows = rows + (row * ROWS,)
+            tokens = tokens + (token * TOKENS,)
         for rank in range(SPLIT):
             if (shares >> rank) % 2 == 1:
-                for tile in range(mine):
-                    row, token = _at(first_tile + tile, row_tiles, token_tiles, GROUP)
-                    add(
-                        y_ptr, alpha_ptr, x_scale_ptr, bias_ptr, parts_ptr, m, n, row * ROWS, token * TOKENS, rank,
-                        tile, mine, chunks, ROWS, TOKENS, SPLIT, HAS_BIAS, X_BY_ROW,
-                    )  # fmt: skip
+                add(
+                    y_ptr, alpha_ptr, x_scale_ptr, bias_ptr, parts_ptr, y_tile, m, out_n, rows, tokens, rank, mine,
+                    chunks, ROWS, TOKENS, SPLIT, SHARED, HAS_BIAS, X_BY_ROW, TMA_OUT,
+                )  # fmt: skip
         part(counts_ptr + group * 2, shares, SPLIT)
 
 
-@gluon.jit(do_not_specialize=["m", "n", "row_tiles", "token_tiles", "whole", "chunks", "blocks", "tiles16"])
+@gluon.jit(do_not_specialize=["m", "n", "row_tiles", "token_tiles", "each", "more", "chunks", "blocks", "tiles16"])
 def matmul_many(
     x_desc, y_desc, codes_ptr, scales_ptr, y_ptr, alpha_ptr, x_scale_ptr, bias_ptr, parts_ptr, counts_ptr, m, n,
-    row_tiles, token_tiles, whole, chunks, blocks, tiles16, ROWS: gl.constexpr, TOKENS: gl.constexpr,
+    row_tiles, token_tiles, each, more, chunks, blocks, tiles16, ROWS: gl.constexpr, TOKENS: gl.constexpr,
     SPLIT: gl.constexpr, SHARED: gl.constexpr, INSIDE: gl.constexpr, GROUP: gl.constexpr, NATURAL: gl.constexpr,
     PATIENCE: gl.constexpr, EVEN: gl.constexpr, HAS_BIAS: gl.constexpr, X_BY_ROW: gl.constexpr, TMA_OUT: gl.constexpr,
     LANES: gl.constexpr, CODES: gl.constexpr, SCALES: gl.constexpr, PAIRS: gl.constexpr, ASM: gl.constexpr,
@@ -385,7 +407,8 @@ def matmul_many(
 ):  # fmt: skip
     """Groups of SPLIT programs of num_warps warps and one more.
 
-    whole: the first so many tiles are made by one program each; all where SPLIT is 1. chunks: of 256 values of K;
+    each, more: whole tiles that each program makes, and how many programs make one more; all tiles where SPLIT is 1.
+    chunks: of 256 values of K;
     blocks, tiles16: of 64 values and of 16 rows that codes has. EVEN: blocks is a multiple of 4. LANES: of the scales,
     32 (NVFP4) or 16 (MXFP4).
     """
@@ -412,7 +435,7 @@ def matmul_many(
                 _multiply,
                 (
                     y_desc, codes_ptr, scales_ptr, y_ptr, alpha_ptr, x_scale_ptr, bias_ptr, parts_ptr, counts_ptr,
-                    x_tiles, y_tile, m, n, row_tiles, token_tiles, whole, chunks, blocks, tiles16, ROWS, TOKENS, SPLIT,
+                    x_tiles, y_tile, m, n, row_tiles, token_tiles, each, more, chunks, blocks, tiles16, ROWS, TOKENS, SPLIT,
                     SHARED, INSIDE, GROUP, NATURAL, PATIENCE, EVEN, HAS_BIAS, X_BY_ROW, TMA_OUT, LANES, CODES, SCALES, PAIRS, ASM, CONSTRAINTS,
                     WAIT, LEAVE,
                 ),
@@ -420,7 +443,7 @@ def matmul_many(
             (
                 _copy_x,
                 (
-                    x_desc, x_tiles, barriers, row_tiles, token_tiles, whole, chunks, TOKENS, SPLIT, SHARED, INSIDE,
+                    x_desc, x_tiles, barriers, row_tiles, token_tiles, each, more, chunks, TOKENS, SPLIT, SHARED, INSIDE,
                     GROUP,
                 ),
             ),

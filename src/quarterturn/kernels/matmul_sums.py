@@ -51,17 +51,30 @@ def stored():
 
 
 @gluon.jit
-def leave(acc, part_ptr):
-    """The accumulator to memory, in the order of registers: four of a lane, lanes, 8 tokens each, 16 rows each."""
+def _by_lane(acc):
+    """An accumulator as (rows / 2, tokens / 2, 4): a lane's four of 16 rows and 8 tokens beside each other."""
     ROWS: gl.constexpr = acc.shape[0]
     TOKENS: gl.constexpr = acc.shape[1]
     z = acc.reshape([ROWS // 16, 2, 8, TOKENS // 8, 4, 2]).permute((0, 2, 3, 4, 1, 5))
-    z = z.reshape([ROWS // 2, TOKENS // 2, 4])
+    return z.reshape([ROWS // 2, TOKENS // 2, 4])
+
+
+@gluon.jit
+def _places(z):
+    """For elements of what `_by_lane` gives: which 8 tokens, and where among the sums of those."""
     L: gl.constexpr = z.type.layout
-    r = gl.arange(0, ROWS // 2, gl.SliceLayout(1, gl.SliceLayout(2, L)))[:, None, None]
-    c = gl.arange(0, TOKENS // 2, gl.SliceLayout(0, gl.SliceLayout(2, L)))[None, :, None]
+    r = gl.arange(0, z.shape[0], gl.SliceLayout(1, gl.SliceLayout(2, L)))[:, None, None]
+    c = gl.arange(0, z.shape[1], gl.SliceLayout(0, gl.SliceLayout(2, L)))[None, :, None]
     i = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, L)))[None, None, :]
-    gl.store(part_ptr + (((r // 8 * (TOKENS // 8) + c // 4) * 32 + r % 8 * 4 + c % 4) * 4 + i), z)
+    return c // 4, (r * 4 + c % 4) * 4 + i
+
+
+@gluon.jit
+def leave(acc, part_ptr):
+    """The accumulator to memory: 8 tokens after the other, of each 16 rows after the other, in the order of lanes."""
+    z = _by_lane(acc)
+    group, at = _places(z)
+    gl.store(part_ptr + (group * (acc.shape[0] * 8) + at), z)
 
 
 @gluon.jit
@@ -93,50 +106,117 @@ def meet(counts, rank, SPLIT: gl.constexpr, PATIENCE: gl.constexpr):
 
 @gluon.jit
 def part(counts, shares, SPLIT: gl.constexpr):
-    """Says that shares are added; the last makes the counts zero again."""
+    """Says that shares are added; the last makes the counts zero again. One thread does it, and no other waits."""
     added = shares * 0
     for rank in gl.static_range(SPLIT):
         added += (shares >> rank) % 2
-    if gl.atomic_add(counts + 1, added, sem="relaxed", scope="gpu") + added == SPLIT:
-        gl.atomic_xchg(counts + 1, 0, sem="relaxed", scope="gpu")
-        gl.atomic_xchg(counts, 0, sem="relaxed", scope="gpu")
+    gl.inline_asm_elementwise(
+        """
+        {
+        .reg .pred first, last;
+        .reg .b32 t;
+        mov.u32 t, %tid.x;
+        setp.eq.u32 first, t, 0;
+        @first atom.add.relaxed.gpu.global.u32 t, [$1+4], $2;
+        add.u32 t, t, $2;
+        setp.eq.and.u32 last, t, $3, first;
+        @last st.relaxed.gpu.global.u32 [$1+4], 0;
+        @last st.relaxed.gpu.global.u32 [$1], 0;
+        mov.b32 $0, 0;
+        }
+        """,
+        "=r,l,r,r", [counts.to(gl.int64), added, SPLIT], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
 
 
 @gluon.jit
 def add(
-    y_ptr, alpha_ptr, x_scale_ptr, bias_ptr, parts_ptr, m, n, first_row, first_token, rank, tile, tiles,
-    chunks, ROWS: gl.constexpr, TOKENS: gl.constexpr, SPLIT: gl.constexpr, HAS_BIAS: gl.constexpr, X_BY_ROW: gl.constexpr,
+    y_ptr, alpha_ptr, x_scale_ptr, bias_ptr, parts_ptr, y_tile, m, n, rows, tokens, rank, tiles, chunks,
+    ROWS: gl.constexpr, TOKENS: gl.constexpr, SPLIT: gl.constexpr, SHARED: gl.constexpr, HAS_BIAS: gl.constexpr,
+    X_BY_ROW: gl.constexpr, BY_16: gl.constexpr,
 ):  # fmt: skip
-    """A share of one of the `tiles` tiles that a group shares: pieces rank, rank + SPLIT, ... of four values a thread,
-    eight at a time.
+    """A share of the `tiles` tiles that a group shares: of every 8 tokens of a tile, the tiles behind each other, numbers
+    rank, rank + SPLIT, ..., eight at a time.
 
-    parts_ptr: where the group's first program left its first sums; each has room for two tiles.
+    rows, tokens: the first of each tile. parts_ptr: where the group's first program left its first sums; each has room
+    for two tiles. BY_16: n is a multiple of 8, so that y is stored by 16 bytes.
     """
-    THREADS: gl.constexpr = 32 * gl.num_warps()
-    MOST: gl.constexpr = (ROWS * TOKENS // (4 * THREADS) + SPLIT - 1) // SPLIT
-    COUNT: gl.constexpr = 1 if MOST == 1 else 2 if MOST == 2 else 4 if MOST <= 4 else 8
-    L: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [gl.num_warps(), 1], [1, 0])
-    v = gl.arange(0, COUNT * THREADS, gl.SliceLayout(1, L))[:, None]
-    i = gl.arange(0, 4, gl.SliceLayout(0, L))[None, :]
+    PIECES: gl.constexpr = TOKENS // 8
+    MOST: gl.constexpr = (SHARED * PIECES + SPLIT - 1) // SPLIT
+    # Programs that have chunks of a tile: a group has SHARED tiles, or one fewer.
+    PARTS: gl.constexpr = SPLIT if SHARED <= 2 else (SPLIT + SHARED - 2) // (SHARED - 1) + 1
+    COUNT: gl.constexpr = 1 if MOST == 1 else 2 if MOST == 2 else 4 if MOST <= 4 or PIECES == 4 else 8
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, 8 * COUNT, 16])
+    total_like = gl.full([ROWS, 8 * COUNT], -0.0, gl.float32, ACC)  # to which any number is added exactly
+    z = _by_lane(total_like)
+    number, at = _places(z)
+    row = gl.arange(0, ROWS, gl.SliceLayout(1, ACC))[:, None]
+    column = gl.arange(0, 8 * COUNT, gl.SliceLayout(0, ACC))[None, :]
+    OUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // ROWS, ROWS // 8], [gl.num_warps(), 1], [1, 0])
+    LINES: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [gl.num_warps(), 1], [1, 0])
+    STORE: gl.constexpr = OUT if BY_16 else LINES
+    out_row = gl.arange(0, ROWS, gl.SliceLayout(0, STORE))[None, :]
+    out_column = gl.arange(0, 8 * COUNT, gl.SliceLayout(1, STORE))[:, None]
     for start in gl.static_range(0, MOST, COUNT):
-        spot = (rank + (start + v // THREADS) * SPLIT) * THREADS + v % THREADS  # of four values: see leave
-        there = spot * 4 < ROWS * TOKENS
-        total = gl.full([COUNT * THREADS, 4], -0.0, gl.float32, L)  # to which any number is added exactly
-        for p in gl.static_range(SPLIT):
+        piece = rank + (start + number) * SPLIT
+        tile = piece // PIECES
+        first = _of_tile(tile, _firsts(tiles, SPLIT, SHARED), SHARED) if PARTS < SPLIT else tile * 0
+        total = z
+        for other in gl.static_range(PARTS):
             # Program p has these chunks of all tiles, and left its sums of a second tile behind those of the first.
+            p = first + other
             begin = p * (tiles * chunks) // SPLIT
             end = (p + 1) * (tiles * chunks) // SPLIT
-            has = (end > begin) & (end > tile * chunks) & (begin < (tile + 1) * chunks)
-            at = parts_ptr + (2 * p + (begin < tile * chunks).to(gl.int32)) * (ROWS * TOKENS)
-            total += gl.load(at + (spot * 4 + i), mask=there & has, other=-0.0, cache_modifier=".cg")
-        row = first_row + spot // (4 * TOKENS) * 16 + i // 2 * 8 + spot % 32 // 4
-        token = first_token + spot // 32 % (TOKENS // 8) * 8 + spot % 4 * 2 + i % 2
-        inside = there & (row < n) & (token < m)
-        alpha = gl.load(alpha_ptr + row, mask=inside, other=0.0)
+            has = (tile < tiles) & (p < SPLIT) & (end > begin) & (end > tile * chunks) & (begin < (tile + 1) * chunks)
+            slot = 2 * p + (begin < tile * chunks).to(gl.int32)
+            there = parts_ptr + (slot * (ROWS * TOKENS) + piece % PIECES * (ROWS * 8) + at)
+            total += gl.load(there, mask=has & (at >= 0), other=-0.0, cache_modifier=".cg")
+        back = total.reshape([ROWS // 16, 8, COUNT, 4, 2, 2]).permute((0, 4, 1, 2, 3, 5)).reshape([ROWS, 8 * COUNT])
+        y = gl.convert_layout(back, ACC, assert_trivial=True)
+
+        piece = rank + (start + column // 8) * SPLIT
+        tile = piece // PIECES
+        y_row = _of_tile(tile, rows, SHARED) + row
+        y_token = _of_tile(tile, tokens, SHARED) + piece % PIECES * 8 + column % 8
+        inside = (tile < tiles) & (y_row < n)
+        scale = gl.load(alpha_ptr + y_row, mask=inside, other=0.0)
         if X_BY_ROW:
-            total *= alpha * gl.load(x_scale_ptr + token, mask=inside, other=0.0)
+            scale *= gl.load(x_scale_ptr + y_token + row * 0, mask=inside & (y_token < m), other=0.0)
         else:
-            total *= alpha * gl.load(x_scale_ptr)
+            scale *= gl.load(x_scale_ptr)
+        y *= scale
         if HAS_BIAS:
-            total += gl.load(bias_ptr + row, mask=inside, other=0.0)
-        gl.store(y_ptr + token.to(gl.int64) * n + row, total.to(y_ptr.dtype.element_ty), mask=inside)
+            y += gl.load(bias_ptr + y_row, mask=inside, other=0.0)
+
+        part_tile = y_tile.slice(0, 8 * COUNT, 0)
+        gl.thread_barrier()
+        part_tile.permute((1, 0)).store(y.to(y_tile.dtype))
+        gl.thread_barrier()
+        values = part_tile.load(STORE)
+        piece = rank + (start + out_column // 8) * SPLIT
+        tile = piece // PIECES
+        y_row = _of_tile(tile, rows, SHARED) + out_row
+        y_token = _of_tile(tile, tokens, SHARED) + piece % PIECES * 8 + out_column % 8
+        inside = (tile < tiles) & (y_row < n) & (y_token < m)
+        gl.store(y_ptr + y_token.to(gl.int64) * n + y_row, values, mask=inside)
+
+
+@gluon.jit
+def _of_tile(tile, values, SHARED: gl.constexpr):
+    """The value of each tile."""
+    if SHARED == 1:
+        return values[0]
+    else:
+        found = tile * 0 + values[0]
+        for t in gl.static_range(1, SHARED):
+            found = gl.where(tile == t, values[t], found)
+        return found
+
+
+@gluon.jit
+def _firsts(tiles, SPLIT: gl.constexpr, SHARED: gl.constexpr):
+    """The first program that has, or could have, chunks of a tile, for each of `tiles` tiles: SHARED, or one fewer."""
+    found = (tiles * 0,)
+    for t in gl.static_range(1, SHARED):
+        found = found + (gl.where(tiles == SHARED, t * SPLIT // SHARED, t * SPLIT // (SHARED - 1)),)
+    return found
