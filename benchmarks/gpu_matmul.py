@@ -3,9 +3,9 @@
     python -m benchmarks.gpu_matmul [--quick] [--batch-invariant]
 
 Every product with bf16 tokens as they are is first checked against float64 on random weights, and no time is printed
-where one is wrong. A time is the
-median over replays of a CUDA graph that runs over as many copies of the weight as exceed the cache (300 MB, at least
-4); graphs take turns, since with many tokens the GPU's power limits its clock. Beside the library's product in bf16, in the same run:
+where one is wrong. A time is the median over replays of a CUDA graph that runs over as many copies of the weight as
+exceed the cache (300 MB, at least 4); the graphs take turns, since with many tokens the GPU's power limits its clock.
+Beside the library's product in bf16, in the same run:
 
     W4A16    bf16 tokens as they are
     turned   the same behind hadamard:64, as a layer runs it

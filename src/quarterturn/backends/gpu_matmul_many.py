@@ -20,9 +20,9 @@ from .gpu_device import Described, capability, multiprocessors, require_barriers
 
 
 class Cut(NamedTuple):
-    """rows and tokens of a tile; programs of a group; whether weights meet x in its natural order; programs a
-    multiprocessor; parts that a program adds up by itself; tiles that a group shares; rounds of
-    whole tiles, one a program, before those."""
+    """rows and tokens of a tile; programs of a group, a power of two; whether weights meet x in its natural order;
+    programs a multiprocessor; parts that a program adds up by itself; where programs are in groups, rounds of whole
+    tiles, one a program, before each group makes one."""
 
     rows: int
     tokens: int
@@ -30,7 +30,6 @@ class Cut(NamedTuple):
     natural: bool
     programs: int
     inside: int = 1
-    shared: int = 1
     rounds: int = 0
 
     @property
@@ -45,33 +44,28 @@ def cut(m: int, n: int, k: int, multiprocessors: int, ordered: bool) -> Cut:
     options, chunks = [], -(-k // 256)
     for tile in _tiles(m):
         count = -(-n // tile.rows) * -(-m // tile.tokens)
-        for split, shared, rounds in ways(count, tile.programs * multiprocessors):
-            if split == 1 or shared * chunks >= 2 * split:
-                us = _estimated_us(tile, count, split, shared, rounds, chunks, multiprocessors)
-                options.append((us, split, shared, rounds, tile))
-    _, split, shared, rounds, tile = min(options)
-    # Weights that meet x in its natural order cost 1 to 4% at 256 tokens a tile, less than ordering x; with fewer more.
-    natural = not ordered and tile.tokens == 256
-    return Cut(tile.rows, tile.tokens, split, natural, tile.programs, shared=shared, rounds=rounds)
+        for split, rounds in ways(count, tile.programs * multiprocessors):
+            if split == 1 or chunks >= 2 * split:
+                us = _estimated_us(tile, count, split, rounds, chunks, multiprocessors)
+                options.append((us, split, rounds, tile))
+    _, split, rounds, tile = min(options)
+    # Weights that meet x in its natural order cost 0 to 2% at 256 tokens a tile, less than ordering x; with fewer more.
+    return Cut(tile.rows, tile.tokens, split, not ordered and tile.tokens == 256, tile.programs, rounds=rounds)
 
 
-@lru_cache(maxsize=4096)
-def ways(tiles: int, programs: int) -> list[tuple[int, int, int]]:
-    """Of dealing tiles out to at most so many programs: split, shared, rounds (see Cut)."""
-    found = [(1, 1, -(-tiles // programs))]
-    for split in range(2, _MOST_OF_A_GROUP + 1):
+def ways(tiles: int, programs: int) -> list[tuple[int, int]]:
+    """Of dealing tiles out to at most so many programs: split and rounds (see Cut)."""
+    found = [(1, 0)]
+    for split in _SPLITS:
         groups = programs // split
-        for shared in range(1, split) if groups else ():
-            rounds = max(-(-(tiles - groups * shared) // (groups * split)), 0)
-            used = -(-tiles // (rounds * split + shared))
-            left = tiles - rounds * used * split
-            if left > 0:  # of which each group then has as many, or one fewer
-                found.append((split, -(-left // used), rounds))
-    return sorted(set(found))
+        rounds = max(-(-(tiles - groups) // (groups * split)), 0) if groups else 0
+        if groups and rounds <= _MOST_ROUNDS and rounds * split * -(-tiles // (rounds * split + 1)) < tiles:
+            found.append((split, rounds))
+    return found
 
 
-_MOST_OF_A_GROUP = 8
-"""Programs: as many bits as matmul_sums.meet has for them."""
+_SPLITS = (2, 4, 8)
+_MOST_ROUNDS = 3  # after more, what groups save is less than what their sums cost
 
 
 @lru_cache(maxsize=4096)
@@ -82,13 +76,12 @@ def invariant_cut(m: int, n: int, k: int, multiprocessors: int) -> Cut:
     for tile in _tiles(m):
         count = -(-n // tile.rows) * -(-m // tile.tokens)
         if parts == 1 or count * parts <= tile.programs * multiprocessors:
-            made = Cut(tile.rows, tile.tokens, parts, False, tile.programs, rounds=int(parts == 1))
-            options.append((_estimated_us(tile, count, parts, 1, made.rounds, chunks, multiprocessors), made))
+            made = Cut(tile.rows, tile.tokens, parts, False, tile.programs)
+            options.append((_estimated_us(tile, count, parts, 0, chunks, multiprocessors), made))
         elif tile.rows * tile.tokens <= 128 * 128:  # twice the sums have to find room in registers
             tile = tile if tile.tokens <= 32 else tile._replace(programs=1, block_us=tile.alone_us)
-            rounds = -(-count // (tile.programs * multiprocessors))
-            made = Cut(tile.rows, tile.tokens, 1, False, tile.programs, parts, rounds=rounds)
-            options.append((_estimated_us(tile, count, 1, 1, rounds, chunks, multiprocessors), made))
+            made = Cut(tile.rows, tile.tokens, 1, False, tile.programs, parts)
+            options.append((_estimated_us(tile, count, 1, 0, chunks, multiprocessors), made))
     return min(options)[1]
 
 
@@ -103,16 +96,16 @@ def _tiles(m: int) -> tuple[_Tile, ...]:
     return _TILES[min(tokens for tokens in _TILES if tokens >= min(m, 256))]
 
 
-def _estimated_us(
-    tile: _Tile, count: int, split: int, shared: int, rounds: int, chunks: int, multiprocessors: int
-) -> float:
-    """Microseconds of `count` tiles, of which groups of `split` programs share `shared` each after some rounds."""
-    how = Cut(tile.rows, tile.tokens, split, False, tile.programs, shared=shared, rounds=rounds)
-    alone = shares(count, how, multiprocessors)[0] <= multiprocessors
-    blocks = 4 * (rounds * chunks + (-(-shared * chunks // split) if split > 1 else 0))
-    adding = 0.0 if split == 1 else tile.adding_us + tile.part_us * split
-    pieces = rounds + (0 if split == 1 else 1 if shared == 1 else 2)
-    return blocks * (tile.alone_us if alone else tile.block_us) + tile.start_us + (pieces - 1) * tile.piece_us + adding
+def _estimated_us(tile: _Tile, count: int, split: int, rounds: int, chunks: int, multiprocessors: int) -> float:
+    """Microseconds of `count` tiles; see `ways`."""
+    how = Cut(tile.rows, tile.tokens, split, False, tile.programs, rounds=rounds)
+    programs, each, more = shares(count, how, multiprocessors)
+    whole = each + (more > 0)
+    block = tile.alone_us if programs <= multiprocessors else tile.block_us
+    us = 4 * whole * chunks * block + tile.start_us + max(whole - 1, 0) * tile.tile_us
+    if split > 1:
+        us += 4 * -(-chunks // split) * block + tile.adding_us + tile.part_us * split + (whole > 0) * tile.tile_us
+    return us
 
 
 class _Tile(NamedTuple):
@@ -126,15 +119,15 @@ class _Tile(NamedTuple):
     alone_us: float
     block_us: float
     start_us: float
-    piece_us: float
+    tile_us: float
     adding_us: float
     part_us: float
 
 
 _TILES = {
-    32: (_Tile(128, 32, 2, 0.24, 0.36, 2, 1, 2, 0), _Tile(256, 32, 1, 0.32, 0.32, 3, 1, 2, 0.5)),
-    64: (_Tile(128, 64, 2, 0.29, 0.435, 2, 1, 2, 0.25),),
-    256: (_Tile(128, 128, 1, 0.32, 0.32, 3, 1, 2, 0.5), _Tile(128, 256, 1, 0.63, 0.63, 4, 1.5, 3, 1)),
+    32: (_Tile(128, 32, 2, 0.24, 0.36, 3, 1, 2.5, 0.1),),
+    64: (_Tile(128, 64, 2, 0.29, 0.44, 4, 1, 3, 0.1),),
+    256: (_Tile(128, 128, 1, 0.36, 0.36, 3, 1, 3, 0.25), _Tile(128, 256, 1, 0.67, 0.67, 4, 3, 8, 1)),
 }
 """By how many tokens they are for, at most; the last for more too."""
 _GROUP = 16  # token tiles that share weights in L2
@@ -155,7 +148,7 @@ def workspace(device: torch.device, counts: Tensor | None = None) -> Workspace:
     most = 2 * multiprocessors(device)
     counts = torch.zeros(most, dtype=torch.int32, device=device) if counts is None else counts
     assert most <= counts.numel(), (most, counts.numel())
-    return Workspace(torch.empty(2 * most * 128 * 128, dtype=torch.float32, device=device), counts)
+    return Workspace(torch.empty(most * 128 * 128, dtype=torch.float32, device=device), counts)
 
 
 _PATIENCE = 32
@@ -188,6 +181,7 @@ def many(
     if not ordered and not how.natural:
         x = order(x)
     tiles16, blocks = weight.codes.shape[:2]
+    assert weight.codes.numel() < 2**31, "places are counted in 32 bits"
     config = Config(
         x.device, x.dtype, weight.format, how._replace(rounds=0), blocks % 4 == 0, bias is not None,
         x_scale.numel() > 1, n % 8 == 0, m <= how.tokens,
@@ -196,7 +190,7 @@ def many(
     row_tiles, token_tiles = -(-n // how.rows), -(-m // how.tokens)
     programs, each, more = shares(row_tiles * token_tiles, how, multiprocessors(x.device))
     if how.split > 1:
-        assert 2 * programs * how.rows * how.tokens <= space.parts.numel(), (how, space.parts.numel())
+        assert programs * how.rows * how.tokens <= space.parts.numel(), (how, space.parts.numel())
         assert 2 * programs // how.split <= space.counts.numel(), (how, space.counts.numel())
     launcher(config)(
         programs, x, weight.codes, weight.scales, y, alpha, x_scale, alpha if bias is None else bias,
@@ -206,13 +200,11 @@ def many(
 
 
 def shares(tiles: int, how: Cut, multiprocessors: int) -> tuple[int, int, int]:
-    """Programs of a launch, whole tiles that each makes, and how many make one more; groups share the others."""
+    """Programs of a launch, whole tiles that each makes, and how many make one more; groups make the others."""
     if how.split == 1:
         programs = min(tiles, multiprocessors * how.programs)
         return programs, tiles // programs, tiles % programs
-    groups = -(-tiles // (how.rounds * how.split + how.shared))
-    whole = how.rounds * groups * how.split
-    assert groups * (how.shared - 1) <= tiles - whole <= groups * how.shared, (tiles, how, "groups are not alike")
+    groups = -(-tiles // (how.rounds * how.split + 1))
     return groups * how.split, how.rounds, 0
 
 
@@ -235,14 +227,13 @@ class Config(NamedTuple):
         from ..kernels import matmul_many as kernels
         from ..kernels import ring_ptx
 
-        rows, tokens, split, natural, _, inside, shared, _ = self.cut
+        rows, tokens, split, natural, _, inside, _ = self.cut
         warps = self.cut.num_warps
         asm, constraints = kernels.decode_asm(self.format, self.dtype == torch.float16, natural)
         return {
-            "ROWS": rows, "TOKENS": tokens, "SPLIT": split, "SHARED": shared, "INSIDE": inside,
-            "GROUP": 1 if self.one else _GROUP,
-            "NATURAL": natural, "PATIENCE": _PATIENCE, "EVEN": self.even, "HAS_BIAS": self.bias, "X_BY_ROW": self.by_row, "TMA_OUT": self.by_tma,
-            "LANES": 16 if self.format == MXFP4 else 32,
+            "ROWS": rows, "TOKENS": tokens, "SPLIT": split, "INSIDE": inside, "GROUP": 1 if self.one else _GROUP,
+            "NATURAL": natural, "PATIENCE": _PATIENCE, "EVEN": self.even, "HAS_BIAS": self.bias,
+            "X_BY_ROW": self.by_row, "TMA_OUT": self.by_tma, "LANES": 16 if self.format == MXFP4 else 32,
             "CODES": kernels.fragment_layout(rows, 4, warps), "SCALES": kernels.fragment_layout(rows, 2, warps),
             "PAIRS": kernels.pair_layout(rows, warps), "ASM": asm, "CONSTRAINTS": constraints, "num_warps": warps,
             "WAIT": ring_ptx.wait_asm(), "LEAVE": ring_ptx.leave_asm(),

@@ -1,18 +1,17 @@
 """y = x @ w^T for many tokens on Hopper GPUs (sm_90): w in 4 bits as the left operand of wgmma, decoded in registers.
 
-A tile of y^T is ROWS of w by TOKENS of x. Programs stay and make one tile after the other, each over all of K; the tiles
-that are left over when no more come out even are shared by groups of SPLIT programs, SHARED tiles each: their chunks of
-K, tile behind tile, are dealt out evenly, so that a program has a piece of one tile or of two.
+A tile of y^T is ROWS of w by TOKENS of x. Programs stay and make one tile after the other, each over all of K; tiles
+that are left over when no more come out even are made by groups of SPLIT programs, one each, a part of K a program.
 
     one warp         copies x by TMA into a ring of shared memory, four stages of 64 values of K
     the other warps  load fragments of w a chunk of 256 values ahead of their use, decode a block of 64 while wgmma
                      multiplies the block before it, and finish: y = acc * (alpha * x_scale) + bias, one rounding
 
-Neither waits for the other at the end of a tile: x and w of the next one are on their way. The sums of pieces go to
+Neither waits for the other at the end of a tile: x and w of the next one are on their way. The sums of parts go to
 memory, and each program of a group adds its share of them in the order of K (matmul_sums.meet), so that the same input
 gives the same bits, run after run.
 With INSIDE > 1 a program makes so many parts of a tile one after the other, each with sums of its own, and adds them in
-the order of K too: the bits of a group of INSIDE programs that share one tile.
+the order of K too: the bits of a group of INSIDE programs.
 
 The order of K inside a block of 64 is that of weight_layout.py: x comes in it ("ordered", kernels/order_tokens.py), or
 NATURAL and the decoded weights change lanes to meet it, through shared memory of their warp (ring_ptx.py).
@@ -22,7 +21,7 @@ NATURAL and the decoded weights change lanes to meet it, through shared memory o
 | codes      | int32 (N/16, blocks, 32, 4) of weight_layout.py, and its scales as int32 (N/16, chunks, lanes, 2)  |
 | alpha      | fp32 (N): tensor scale of the row's output range, times 2^exponent of the fragments                |
 | x_scale    | fp32 (1) or, X_BY_ROW, (M); bias fp32 (N)                                                          |
-| parts      | fp32 (programs, 2, ROWS * TOKENS); counts: int32 (groups, 2), zero before and after                |
+| parts      | fp32 (programs, ROWS * TOKENS); counts: int32 (groups, 2), zero before and after                   |
 | sums       | fp32, in the order of K within a part                                                              |
 | does not   | check arguments, allocate                                                                          |
 | see        | docs/numerics.md, tests/test_matmul_many.py                                                        |
@@ -42,7 +41,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..formats import FP4Format
 from . import fp4_decode, ring_ptx
-from .matmul_sums import add, finish, leave, meet, part, stored
+from .matmul_sums import add, done, finish, leave, meet, stored
 
 
 def decode_asm(fmt: FP4Format, half: bool, natural: bool = False) -> tuple[str, str]:
@@ -121,9 +120,7 @@ def _decode(
 
 
 @gluon.jit
-def _load(
-    codes_ptr, scales_ptr, codes, scales, chunk, blocks, LANES: gl.constexpr, EVEN: gl.constexpr
-):  # fmt: skip
+def _load(codes_ptr, scales_ptr, codes, scales, chunk, blocks, LANES: gl.constexpr, EVEN: gl.constexpr):
     """Fragments of a chunk: words of its four blocks, scale bytes of the first two and of the others."""
     s01, s23 = gl.load(scales_ptr + (scales + chunk * (2 * LANES))).split()
     at = codes_ptr + (codes + chunk * 512)
@@ -140,57 +137,33 @@ def _load(
 
 
 @gluon.jit
-def _shared_chunks(tiles, each, more, chunks, SPLIT: gl.constexpr, SHARED: gl.constexpr):
-    """Of the tiles that this program's group shares: how many there are (SHARED, or one fewer), the first, and which of
-    their chunks, laid behind each other, are this program's."""
-    whole = each * gl.num_programs(0) + more
-    group = gl.program_id(0) // SPLIT
-    if SHARED == 1:
-        count = (group < tiles - whole).to(gl.int32)
-        first_tile = whole + group
-    else:
-        fewer = gl.num_programs(0) // SPLIT * SHARED - (tiles - whole)  # groups that have one fewer: the last
-        full = gl.num_programs(0) // SPLIT - fewer
-        count = SHARED - (group >= full).to(gl.int32)
-        first_tile = whole + group * SHARED - gl.maximum(group - full, 0)
-    rank = gl.program_id(0) % SPLIT
-    return count, first_tile, rank * (count * chunks) // SPLIT, (rank + 1) * (count * chunks) // SPLIT
-
-
-@gluon.jit
-def _count(tiles, each, more, chunks, SPLIT: gl.constexpr, SHARED: gl.constexpr, INSIDE: gl.constexpr):
+def _count(tiles, each, more, SPLIT: gl.constexpr, INSIDE: gl.constexpr):
     """Pieces of work of this program, and those of them that are whole tiles, or parts inside of such."""
     full = (each + (gl.program_id(0) < more).to(gl.int32)) * INSIDE
     if SPLIT == 1:
         return full, full
-    _, _, first, end = _shared_chunks(tiles, each, more, chunks, SPLIT, SHARED)
-    some = (end > first).to(gl.int32)
-    if SHARED == 1:
-        return full + some, full
-    return full + some * ((end - 1) // chunks - first // chunks + 1), full
+    return full + (_left_over(each, more, SPLIT) < tiles).to(gl.int32), full
+
+
+@gluon.jit
+def _left_over(each, more, SPLIT: gl.constexpr):
+    """The tile that this program's group makes."""
+    return each * gl.num_programs(0) + more + gl.program_id(0) // SPLIT
 
 
 @gluon.jit
 def _piece(
-    i, full, row_tiles, token_tiles, each, more, chunks, SPLIT: gl.constexpr, SHARED: gl.constexpr,
-    INSIDE: gl.constexpr, GROUP: gl.constexpr,
+    i, full, row_tiles, token_tiles, each, more, chunks, SPLIT: gl.constexpr, INSIDE: gl.constexpr, GROUP: gl.constexpr
 ):  # fmt: skip
     """Row tile and token tile of piece i of this program's work, its first chunk of K and the one behind its last."""
     tile = gl.program_id(0) + i // INSIDE * gl.num_programs(0)
     begin = i % INSIDE * chunks // INSIDE
     stop = (i % INSIDE + 1) * chunks // INSIDE
     if SPLIT > 1:
-        _, first_tile, first, end = _shared_chunks(row_tiles * token_tiles, each, more, chunks, SPLIT, SHARED)
-        of_shared = i >= full
-        if SHARED == 1:
-            tile = gl.where(of_shared, first_tile, tile)
-            begin = gl.where(of_shared, first, begin)
-            stop = gl.where(of_shared, end, stop)
-        else:
-            at = gl.where(i > full, (first // chunks + 1) * chunks, first)
-            tile = gl.where(of_shared, first_tile + at // chunks, tile)
-            begin = gl.where(of_shared, at % chunks, begin)
-            stop = gl.where(of_shared, gl.minimum(at % chunks + end - at, chunks), stop)
+        rank = gl.program_id(0) % SPLIT
+        tile = gl.where(i < full, tile, _left_over(each, more, SPLIT))
+        begin = gl.where(i < full, begin, rank * chunks // SPLIT)
+        stop = gl.where(i < full, stop, (rank + 1) * chunks // SPLIT)
     row, token = _at(tile, row_tiles, token_tiles, GROUP)
     return row, token, begin, stop
 
@@ -234,16 +207,14 @@ def _wait_for_earlier_kernels():
 @gluon.jit
 def _copy_x(
     x_desc, x_tiles, barriers, row_tiles, token_tiles, each, more, chunks, TOKENS: gl.constexpr, SPLIT: gl.constexpr,
-    SHARED: gl.constexpr, INSIDE: gl.constexpr, GROUP: gl.constexpr,
+    INSIDE: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """The warp that fills the ring."""
-    count, full = _count(row_tiles * token_tiles, each, more, chunks, SPLIT, SHARED, INSIDE)
+    count, full = _count(row_tiles * token_tiles, each, more, SPLIT, INSIDE)
     phase = 1
     _wait_for_earlier_kernels()
     for i in range(count):
-        _, token, begin, stop = _piece(
-            i, full, row_tiles, token_tiles, each, more, chunks, SPLIT, SHARED, INSIDE, GROUP
-        )  # fmt: skip
+        _, token, begin, stop = _piece(i, full, row_tiles, token_tiles, each, more, chunks, SPLIT, INSIDE, GROUP)
         for chunk in range(begin, stop):
             for j in gl.static_range(4):
                 # At its first block the others say that they have read the last place, as at every fourth after it.
@@ -289,8 +260,8 @@ def _fragments(
 def _multiply(
     y_desc, codes_ptr, scales_ptr, y_ptr, alpha_ptr, x_scale_ptr, bias_ptr, parts_ptr, counts_ptr, x_tiles, y_tile,
     m, n, row_tiles, token_tiles, each, more, chunks, blocks, tiles16, ROWS: gl.constexpr, TOKENS: gl.constexpr,
-    SPLIT: gl.constexpr, SHARED: gl.constexpr, INSIDE: gl.constexpr, GROUP: gl.constexpr, NATURAL: gl.constexpr,
-    PATIENCE: gl.constexpr, EVEN: gl.constexpr, HAS_BIAS: gl.constexpr, X_BY_ROW: gl.constexpr, TMA_OUT: gl.constexpr, LANES: gl.constexpr,
+    SPLIT: gl.constexpr, INSIDE: gl.constexpr, GROUP: gl.constexpr, NATURAL: gl.constexpr, PATIENCE: gl.constexpr,
+    EVEN: gl.constexpr, HAS_BIAS: gl.constexpr, X_BY_ROW: gl.constexpr, TMA_OUT: gl.constexpr, LANES: gl.constexpr,
     CODES: gl.constexpr, SCALES: gl.constexpr, PAIRS: gl.constexpr, ASM: gl.constexpr, CONSTRAINTS: gl.constexpr,
     WAIT: gl.constexpr, LEAVE: gl.constexpr,
 ):  # fmt: skip
@@ -300,15 +271,11 @@ def _multiply(
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
     FULL: gl.constexpr = barriers_at(ROWS, TOKENS, NATURAL)
     EMPTY: gl.constexpr = FULL + 32
-    tiles = row_tiles * token_tiles
-    count, full = _count(tiles, each, more, chunks, SPLIT, SHARED, INSIDE)
-    row, _, begin, _ = _piece(
-        0, full, row_tiles, token_tiles, each, more, chunks, SPLIT, SHARED, INSIDE, GROUP
-    )  # fmt: skip
+    count, full = _count(row_tiles * token_tiles, each, more, SPLIT, INSIDE)
+    row, _, begin, _ = _piece(0, full, row_tiles, token_tiles, each, more, chunks, SPLIT, INSIDE, GROUP)
     # A program without work reads what the first has.
-    codes, scales = _fragments(
-        gl.minimum(row, row_tiles - 1), blocks, chunks, tiles16, ROWS, LANES, CODES, SCALES
-    )  # fmt: skip
+    row = gl.minimum(row, row_tiles - 1)
+    codes, scales = _fragments(row, blocks, chunks, tiles16, ROWS, LANES, CODES, SCALES)
     c0, c1, c2, c3, s01, s23 = _load(codes_ptr, scales_ptr, codes, scales, begin, blocks, LANES, EVEN)
     to, back = _places(c0, TOKENS * 512)
     a = _decode(c0, s01, to, back, dtype, ROWS, OPERAND, PAIRS, NATURAL, ASM, CONSTRAINTS)
@@ -316,15 +283,11 @@ def _multiply(
     total = gl.full([ROWS, TOKENS], -0.0, gl.float32, ACC)  # to which any number is added exactly
     phase = 0
     for i in range(count):
-        row, token, begin, stop = _piece(
-            i, full, row_tiles, token_tiles, each, more, chunks, SPLIT, SHARED, INSIDE, GROUP
-        )  # fmt: skip
+        row, token, begin, stop = _piece(i, full, row_tiles, token_tiles, each, more, chunks, SPLIT, INSIDE, GROUP)
         next_row, _, next_begin, _ = _piece(
-            gl.minimum(i + 1, count - 1), full, row_tiles, token_tiles, each, more, chunks, SPLIT, SHARED, INSIDE, GROUP
+            gl.minimum(i + 1, count - 1), full, row_tiles, token_tiles, each, more, chunks, SPLIT, INSIDE, GROUP
         )  # fmt: skip
-        next_codes, next_scales = _fragments(
-            next_row, blocks, chunks, tiles16, ROWS, LANES, CODES, SCALES
-        )  # fmt: skip
+        next_codes, next_scales = _fragments(next_row, blocks, chunks, tiles16, ROWS, LANES, CODES, SCALES)
         acc = gl.zeros([ROWS, TOKENS], gl.float32, ACC)
         for chunk in range(begin, stop):
             ends = chunk + 1 == stop
@@ -371,46 +334,38 @@ def _multiply(
                     HAS_BIAS, X_BY_ROW, TMA_OUT,
                 )  # fmt: skip
             elif SPLIT > 1:
-                slot = gl.program_id(0) * 2 + (i - full)
-                leave(acc, parts_ptr + slot.to(gl.int64) * (ROWS * TOKENS))
+                leave(acc, parts_ptr + gl.program_id(0).to(gl.int64) * (ROWS * TOKENS))
     stored()
     if SPLIT > 1:
-        _wait_for_earlier_kernels()
-        group = gl.program_id(0) // SPLIT
-        shares = meet(counts_ptr + group * 2, gl.program_id(0) % SPLIT, SPLIT, PATIENCE)
-        mine, first_tile, _, _ = _shared_chunks(tiles, each, more, chunks, SPLIT, SHARED)
-        parts_ptr += (group * (2 * SPLIT)).to(gl.int64) * (ROWS * TOKENS)
-        out_n = n // 8 * 8 if TMA_OUT else n  # the compiler sees what it is a multiple of
-        rows = ()
-        tokens = ()
-        for tile in gl.static_range(SHARED):
-            row, token = _at(first_tile + tile, row_tiles, token_tiles, GROUP)
-            rows = rows + (row * ROWS,)
-            tokens = tokens + (token * TOKENS,)
-        for rank in range(SPLIT):
-            if (shares >> rank) % 2 == 1:
-                add(
-                    y_ptr, alpha_ptr, x_scale_ptr, bias_ptr, parts_ptr, y_tile, m, out_n, rows, tokens, rank, mine,
-                    chunks, ROWS, TOKENS, SPLIT, SHARED, HAS_BIAS, X_BY_ROW, TMA_OUT,
-                )  # fmt: skip
-        part(counts_ptr + group * 2, shares, SPLIT)
+        if count > full:
+            row, token = _at(_left_over(each, more, SPLIT), row_tiles, token_tiles, GROUP)
+            group = gl.program_id(0) // SPLIT
+            shares = meet(counts_ptr + group * 2, gl.program_id(0) % SPLIT, SPLIT, PATIENCE)
+            parts_ptr += (group * SPLIT).to(gl.int64) * (ROWS * TOKENS)
+            out_n = n // 8 * 8 if TMA_OUT else n  # the compiler sees what it is a multiple of
+            for rank in range(SPLIT):
+                if (shares >> rank) % 2 == 1:
+                    add(
+                        y_ptr, alpha_ptr, x_scale_ptr, bias_ptr, parts_ptr, y_tile, m, out_n, row * ROWS,
+                        token * TOKENS, rank, ROWS, TOKENS, SPLIT, HAS_BIAS, X_BY_ROW, TMA_OUT,
+                    )  # fmt: skip
+            done(counts_ptr + group * 2, shares, SPLIT)
 
 
 @gluon.jit(do_not_specialize=["m", "n", "row_tiles", "token_tiles", "each", "more", "chunks", "blocks", "tiles16"])
 def matmul_many(
     x_desc, y_desc, codes_ptr, scales_ptr, y_ptr, alpha_ptr, x_scale_ptr, bias_ptr, parts_ptr, counts_ptr, m, n,
     row_tiles, token_tiles, each, more, chunks, blocks, tiles16, ROWS: gl.constexpr, TOKENS: gl.constexpr,
-    SPLIT: gl.constexpr, SHARED: gl.constexpr, INSIDE: gl.constexpr, GROUP: gl.constexpr, NATURAL: gl.constexpr,
-    PATIENCE: gl.constexpr, EVEN: gl.constexpr, HAS_BIAS: gl.constexpr, X_BY_ROW: gl.constexpr, TMA_OUT: gl.constexpr,
-    LANES: gl.constexpr, CODES: gl.constexpr, SCALES: gl.constexpr, PAIRS: gl.constexpr, ASM: gl.constexpr,
-    CONSTRAINTS: gl.constexpr, WAIT: gl.constexpr, LEAVE: gl.constexpr, num_warps: gl.constexpr,
+    SPLIT: gl.constexpr, INSIDE: gl.constexpr, GROUP: gl.constexpr, NATURAL: gl.constexpr, PATIENCE: gl.constexpr,
+    EVEN: gl.constexpr, HAS_BIAS: gl.constexpr, X_BY_ROW: gl.constexpr, TMA_OUT: gl.constexpr, LANES: gl.constexpr,
+    CODES: gl.constexpr, SCALES: gl.constexpr, PAIRS: gl.constexpr, ASM: gl.constexpr, CONSTRAINTS: gl.constexpr,
+    WAIT: gl.constexpr, LEAVE: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Groups of SPLIT programs of num_warps warps and one more.
 
     each, more: whole tiles that each program makes, and how many programs make one more; all tiles where SPLIT is 1.
-    chunks: of 256 values of K;
-    blocks, tiles16: of 64 values and of 16 rows that codes has. EVEN: blocks is a multiple of 4. LANES: of the scales,
-    32 (NVFP4) or 16 (MXFP4).
+    chunks: of 256 values of K; blocks, tiles16: of 64 values and of 16 rows that codes has. EVEN: blocks is a multiple
+    of 4. LANES: of the scales, 32 (NVFP4) or 16 (MXFP4).
     """
     # One allocation, so that it begins at 0: the ring, what weights change lanes through, a tile of y, and the ring's
     # barriers, "full" and then "empty".
@@ -435,15 +390,15 @@ def matmul_many(
                 _multiply,
                 (
                     y_desc, codes_ptr, scales_ptr, y_ptr, alpha_ptr, x_scale_ptr, bias_ptr, parts_ptr, counts_ptr,
-                    x_tiles, y_tile, m, n, row_tiles, token_tiles, each, more, chunks, blocks, tiles16, ROWS, TOKENS, SPLIT,
-                    SHARED, INSIDE, GROUP, NATURAL, PATIENCE, EVEN, HAS_BIAS, X_BY_ROW, TMA_OUT, LANES, CODES, SCALES, PAIRS, ASM, CONSTRAINTS,
-                    WAIT, LEAVE,
+                    x_tiles, y_tile, m, n, row_tiles, token_tiles, each, more, chunks, blocks, tiles16, ROWS, TOKENS,
+                    SPLIT, INSIDE, GROUP, NATURAL, PATIENCE, EVEN, HAS_BIAS, X_BY_ROW, TMA_OUT, LANES, CODES, SCALES,
+                    PAIRS, ASM, CONSTRAINTS, WAIT, LEAVE,
                 ),
             ),
             (
                 _copy_x,
                 (
-                    x_desc, x_tiles, barriers, row_tiles, token_tiles, each, more, chunks, TOKENS, SPLIT, SHARED, INSIDE,
+                    x_desc, x_tiles, barriers, row_tiles, token_tiles, each, more, chunks, TOKENS, SPLIT, INSIDE,
                     GROUP,
                 ),
             ),

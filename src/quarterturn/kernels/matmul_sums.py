@@ -82,8 +82,9 @@ def meet(counts, rank, SPLIT: gl.constexpr, PATIENCE: gl.constexpr):
     """Which shares, as bits, this program of SPLIT is to add: all have then come here, and what each stored before can
     be read.
 
-    Who has come looks PATIENCE times for the others: nothing makes sure that they run at the same time. Then it leaves its share to the last one to come. counts: bits 0 to 7 of the first number say how many have come, the
-    next who has left, so that of two who meet there each knows which was first; the second is of `part`.
+    Who has come looks PATIENCE times for the others: nothing makes sure that they run at the same time. Then it leaves
+    its share to the last one to come. counts: bits 0 to 7 of the first number say how many have come, the next who has
+    left, so that of two who meet there each knows which was first; the second is of `done`.
     """
     gl.thread_barrier()
     before = gl.atomic_add(counts, 1, sem="acq_rel", scope="gpu")
@@ -105,7 +106,7 @@ def meet(counts, rank, SPLIT: gl.constexpr, PATIENCE: gl.constexpr):
 
 
 @gluon.jit
-def part(counts, shares, SPLIT: gl.constexpr):
+def done(counts, shares, SPLIT: gl.constexpr):
     """Says that shares are added; the last makes the counts zero again. One thread does it, and no other waits."""
     added = shares * 0
     for rank in gl.static_range(SPLIT):
@@ -131,92 +132,50 @@ def part(counts, shares, SPLIT: gl.constexpr):
 
 @gluon.jit
 def add(
-    y_ptr, alpha_ptr, x_scale_ptr, bias_ptr, parts_ptr, y_tile, m, n, rows, tokens, rank, tiles, chunks,
-    ROWS: gl.constexpr, TOKENS: gl.constexpr, SPLIT: gl.constexpr, SHARED: gl.constexpr, HAS_BIAS: gl.constexpr,
-    X_BY_ROW: gl.constexpr, BY_16: gl.constexpr,
+    y_ptr, alpha_ptr, x_scale_ptr, bias_ptr, parts_ptr, y_tile, m, n, first_row, first_token, rank, ROWS: gl.constexpr,
+    TOKENS: gl.constexpr, SPLIT: gl.constexpr, HAS_BIAS: gl.constexpr, X_BY_ROW: gl.constexpr, BY_16: gl.constexpr,
 ):  # fmt: skip
-    """A share of the `tiles` tiles that a group shares: of every 8 tokens of a tile, the tiles behind each other, numbers
-    rank, rank + SPLIT, ..., eight at a time.
+    """A share of a tile to y, through shared memory: of every 8 tokens the numbers rank, rank + SPLIT, ...
 
-    rows, tokens: the first of each tile. parts_ptr: where the group's first program left its first sums; each has room
-    for two tiles. BY_16: n is a multiple of 8, so that y is stored by 16 bytes.
+    parts_ptr: where the group's first program left its sums, the others behind it. BY_16: n is a multiple of 8, so that
+    y is stored by 16 bytes.
     """
-    PIECES: gl.constexpr = TOKENS // 8
-    MOST: gl.constexpr = (SHARED * PIECES + SPLIT - 1) // SPLIT
-    # Programs that have chunks of a tile: a group has SHARED tiles, or one fewer.
-    PARTS: gl.constexpr = SPLIT if SHARED <= 2 else (SPLIT + SHARED - 2) // (SHARED - 1) + 1
-    COUNT: gl.constexpr = 1 if MOST == 1 else 2 if MOST == 2 else 4 if MOST <= 4 or PIECES == 4 else 8
+    EIGHTS: gl.constexpr = TOKENS // 8
+    COUNT: gl.constexpr = max(EIGHTS // SPLIT, 1)
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, 8 * COUNT, 16])
-    total_like = gl.full([ROWS, 8 * COUNT], -0.0, gl.float32, ACC)  # to which any number is added exactly
-    z = _by_lane(total_like)
-    number, at = _places(z)
-    row = gl.arange(0, ROWS, gl.SliceLayout(1, ACC))[:, None]
+    # -0: any number is added to it exactly
+    total = _by_lane(gl.full([ROWS, 8 * COUNT], -0.0, gl.float32, ACC))
+    number, at = _places(total)
+    eight = rank + number * SPLIT
+    for p in gl.static_range(SPLIT):
+        there = parts_ptr + (p * (ROWS * TOKENS) + eight * (ROWS * 8) + at)
+        total += gl.load(there, mask=(eight < EIGHTS) & (at >= 0), other=0.0, cache_modifier=".cg")
+    y = total.reshape([ROWS // 16, 8, COUNT, 4, 2, 2]).permute((0, 4, 1, 2, 3, 5)).reshape([ROWS, 8 * COUNT])
+    y = gl.convert_layout(y, ACC, assert_trivial=True)
+
+    row = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, ACC))[:, None]
     column = gl.arange(0, 8 * COUNT, gl.SliceLayout(0, ACC))[None, :]
-    OUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // ROWS, ROWS // 8], [gl.num_warps(), 1], [1, 0])
-    LINES: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [gl.num_warps(), 1], [1, 0])
-    STORE: gl.constexpr = OUT if BY_16 else LINES
-    out_row = gl.arange(0, ROWS, gl.SliceLayout(0, STORE))[None, :]
-    out_column = gl.arange(0, 8 * COUNT, gl.SliceLayout(1, STORE))[:, None]
-    for start in gl.static_range(0, MOST, COUNT):
-        piece = rank + (start + number) * SPLIT
-        tile = piece // PIECES
-        first = _of_tile(tile, _firsts(tiles, SPLIT, SHARED), SHARED) if PARTS < SPLIT else tile * 0
-        total = z
-        for other in gl.static_range(PARTS):
-            # Program p has these chunks of all tiles, and left its sums of a second tile behind those of the first.
-            p = first + other
-            begin = p * (tiles * chunks) // SPLIT
-            end = (p + 1) * (tiles * chunks) // SPLIT
-            has = (tile < tiles) & (p < SPLIT) & (end > begin) & (end > tile * chunks) & (begin < (tile + 1) * chunks)
-            slot = 2 * p + (begin < tile * chunks).to(gl.int32)
-            there = parts_ptr + (slot * (ROWS * TOKENS) + piece % PIECES * (ROWS * 8) + at)
-            total += gl.load(there, mask=has & (at >= 0), other=-0.0, cache_modifier=".cg")
-        back = total.reshape([ROWS // 16, 8, COUNT, 4, 2, 2]).permute((0, 4, 1, 2, 3, 5)).reshape([ROWS, 8 * COUNT])
-        y = gl.convert_layout(back, ACC, assert_trivial=True)
-
-        piece = rank + (start + column // 8) * SPLIT
-        tile = piece // PIECES
-        y_row = _of_tile(tile, rows, SHARED) + row
-        y_token = _of_tile(tile, tokens, SHARED) + piece % PIECES * 8 + column % 8
-        inside = (tile < tiles) & (y_row < n)
-        scale = gl.load(alpha_ptr + y_row, mask=inside, other=0.0)
-        if X_BY_ROW:
-            scale *= gl.load(x_scale_ptr + y_token + row * 0, mask=inside & (y_token < m), other=0.0)
-        else:
-            scale *= gl.load(x_scale_ptr)
-        y *= scale
-        if HAS_BIAS:
-            y += gl.load(bias_ptr + y_row, mask=inside, other=0.0)
-
-        part_tile = y_tile.slice(0, 8 * COUNT, 0)
-        gl.thread_barrier()
-        part_tile.permute((1, 0)).store(y.to(y_tile.dtype))
-        gl.thread_barrier()
-        values = part_tile.load(STORE)
-        piece = rank + (start + out_column // 8) * SPLIT
-        tile = piece // PIECES
-        y_row = _of_tile(tile, rows, SHARED) + out_row
-        y_token = _of_tile(tile, tokens, SHARED) + piece % PIECES * 8 + out_column % 8
-        inside = (tile < tiles) & (y_row < n) & (y_token < m)
-        gl.store(y_ptr + y_token.to(gl.int64) * n + y_row, values, mask=inside)
-
-
-@gluon.jit
-def _of_tile(tile, values, SHARED: gl.constexpr):
-    """The value of each tile."""
-    if SHARED == 1:
-        return values[0]
+    eight = rank + column // 8 * SPLIT
+    token = first_token + eight * 8 + column % 8
+    scale = gl.load(alpha_ptr + row, mask=row < n, other=0.0)
+    if X_BY_ROW:
+        scale = scale * gl.load(x_scale_ptr + token, mask=(eight < EIGHTS) & (token < m), other=0.0)
     else:
-        found = tile * 0 + values[0]
-        for t in gl.static_range(1, SHARED):
-            found = gl.where(tile == t, values[t], found)
-        return found
+        scale *= gl.load(x_scale_ptr)
+    y *= scale
+    if HAS_BIAS:
+        y += gl.load(bias_ptr + row, mask=row < n, other=0.0)
 
-
-@gluon.jit
-def _firsts(tiles, SPLIT: gl.constexpr, SHARED: gl.constexpr):
-    """The first program that has, or could have, chunks of a tile, for each of `tiles` tiles: SHARED, or one fewer."""
-    found = (tiles * 0,)
-    for t in gl.static_range(1, SHARED):
-        found = found + (gl.where(tiles == SHARED, t * SPLIT // SHARED, t * SPLIT // (SHARED - 1)),)
-    return found
+    own = y_tile.slice(0, 8 * COUNT, 0)
+    gl.thread_barrier()
+    own.permute((1, 0)).store(y.to(y_tile.dtype))
+    gl.thread_barrier()
+    LINES: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [gl.num_warps(), 1], [1, 0])
+    BY_8: gl.constexpr = gl.BlockedLayout([1, 8], [256 // ROWS, ROWS // 8], [gl.num_warps(), 1], [1, 0])
+    OUT: gl.constexpr = BY_8 if BY_16 else LINES
+    row = first_row + gl.arange(0, ROWS, gl.SliceLayout(0, OUT))[None, :]
+    column = gl.arange(0, 8 * COUNT, gl.SliceLayout(1, OUT))[:, None]
+    eight = rank + column // 8 * SPLIT
+    token = first_token + eight * 8 + column % 8
+    inside = (eight < EIGHTS) & (token < m) & (row < n)
+    gl.store(y_ptr + token.to(gl.int64) * n + row, own.load(OUT), mask=inside)
