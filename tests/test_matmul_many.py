@@ -98,17 +98,17 @@ def cuts() -> Iterator[tuple[int, int, int, Cut]]:
         yield m, n, k, cut(m, n, k, MULTIPROCESSORS, use)
 
 
-def pieces(
-    program: int, programs: int, each: int, more: int, tiles: int, chunks: int, how: Cut
-) -> list[tuple[int, ...]]:
-    """What the kernel's _count and _piece say: tile, first chunk, the one behind the last, and whether it is a part."""
+def pieces(program: int, launch: tuple[int, int, int], tiles: int, chunks: int, how: Cut) -> list[tuple[int, int, int]]:
+    """What the kernel's _count and _piece say: tile, first chunk, and the one behind the last."""
+    programs, each, more = launch
     found = [
-        (program + i * programs, part * chunks // how.inside, (part + 1) * chunks // how.inside, 0)
-        for i in range(each + (program < more)) for part in range(how.inside)
-    ]  # fmt: skip
+        (program + i * programs, part * chunks // how.inside, (part + 1) * chunks // how.inside)
+        for i in range(each + (program < more))
+        for part in range(how.inside)
+    ]
     left, rank = each * programs + more + program // how.split, program % how.split
     if how.split > 1 and left < tiles:
-        found.append((left, rank * chunks // how.split, (rank + 1) * chunks // how.split, 1))
+        found.append((left, rank * chunks // how.split, (rank + 1) * chunks // how.split))
     return found
 
 
