@@ -3,9 +3,9 @@
     python -m benchmarks.gpu_matmul [--quick] [--batch-invariant]
 
 Every product with bf16 tokens as they are is first checked against float64 on random weights, and no time is printed
-where one is wrong. A time is the
-median over replays of a CUDA graph that runs over as many copies of the weight as exceed the cache (300 MB, at least
-4). Beside the library's product in bf16, in the same run:
+where one is wrong. A time is the median over replays of a CUDA graph that runs over as many copies of the weight as
+exceed the cache (300 MB, at least 4); the graphs take turns, since with many tokens the GPU's power limits its clock.
+Beside the library's product in bf16, in the same run:
 
     W4A16    bf16 tokens as they are
     turned   the same behind hadamard:64, as a layer runs it
@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu_rotate_quantize import graph_us
+from benchmarks.gpu_rotate_quantize import graphs_us
 from benchmarks.record import append, machine
 from quarterturn.backends import compose, gpu_triton
 from quarterturn.backends.protocol import Blocks, Layer, Quantizer, Weight
@@ -95,17 +95,20 @@ def measured(
         if not torch.equal(alone.view(torch.int16), beside.view(torch.int16)):
             raise SystemExit(f"M={m} N={n} K={k}: a row has other bits alone; no time is taken")
 
-    def timed(call: Callable[[Any], object], over: list[Any]) -> float:
-        return graph_us([lambda one=one: call(one) for one in over], None, 7)
+    def over(call: Callable[[Any], object], given: list[Any]) -> list[Callable[[], object]]:
+        return [lambda one=one: call(one) for one in given]
 
+    runs = {
+        "library_us": over(lambda d: torch.mm(x, d.T), dense),
+        "w4a16_us": over(lambda layer: compose.linear(gpu_triton, x, layer), plain),
+        "turned_us": over(lambda layer: compose.linear(gpu_triton, x, layer), turned),
+        "w4a4_us": over(lambda layer: compose.linear(gpu_triton, x, layer), quantized),
+        "rotate_us": over(lambda layer: compose.operand(gpu_triton, x, layer), turned),
+        "quantize_us": over(lambda layer: compose.operand(gpu_triton, x, layer), quantized),
+    }
     return {
         "m": m, "n": n, "k": k, **({"batch_invariant": True} if invariant else {}), "floor_us": floor_us(m, n, k),
-        "library_us": timed(lambda d: torch.mm(x, d.T), dense),
-        "w4a16_us": timed(lambda layer: compose.linear(gpu_triton, x, layer), plain),
-        "turned_us": timed(lambda layer: compose.linear(gpu_triton, x, layer), turned),
-        "w4a4_us": timed(lambda layer: compose.linear(gpu_triton, x, layer), quantized),
-        "rotate_us": timed(lambda layer: compose.operand(gpu_triton, x, layer), turned),
-        "quantize_us": timed(lambda layer: compose.operand(gpu_triton, x, layer), quantized),
+        **dict(zip(runs, graphs_us(list(runs.values()), None, 7), strict=True)),
     }  # fmt: skip
 
 

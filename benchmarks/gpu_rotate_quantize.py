@@ -195,26 +195,34 @@ class Memory:
 
 def graph_us(runs: list[Callable[[], object]], flush: torch.Tensor | None, repeats: int = 11) -> float:
     """Microseconds of one of `runs`: the median over replays of a graph of all of them, each with its own output."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for run in runs[:3]:
-            run()
-    torch.cuda.synchronize()
-    graph, kept = torch.cuda.CUDAGraph(), []
-    with torch.cuda.graph(graph):
-        kept.extend(run() for run in runs)
-    times = []
+    return graphs_us([runs], flush, repeats)[0]
+
+
+def graphs_us(all_runs: list[list[Callable[[], object]]], flush: torch.Tensor | None, repeats: int = 11) -> list[float]:
+    """The same of several, whose graphs take turns: what one does to the GPU's clock, the others meet too."""
+    graphs, kept = [], []
+    for runs in all_runs:
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            for run in runs[:3]:
+                run()
+        torch.cuda.synchronize()
+        graphs.append(torch.cuda.CUDAGraph())
+        with torch.cuda.graph(graphs[-1]):
+            kept.extend(run() for run in runs)
+    times: list[list[float]] = [[] for _ in graphs]
     for repeat in range(repeats + 2):
-        if flush is not None:
-            flush.fill_(repeat)
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) * 1e3 / len(runs))
+        for graph, runs, found in zip(graphs, all_runs, times, strict=True):
+            if flush is not None:
+                flush.fill_(repeat)
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            found.append(begin.elapsed_time(end) * 1e3 / len(runs))
     del kept
-    return statistics.median(times[2:])
+    return [statistics.median(found[2:]) for found in times]
 
 
 def eager_us(run: Callable[[], object], repeats: int = 3) -> float:

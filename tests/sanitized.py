@@ -114,7 +114,7 @@ def matmul_many() -> None:
                     forms = [
                         ManyCut(128, 256, 1, True, 1),
                         ManyCut(128, 128, 1, False, 1, 4),
-                        ManyCut(256, 32, 2, False, 1),
+                        ManyCut(128, 128, 2, False, 1, rounds=1),
                     ]
                     for cut in forms:
                         many(x, weight, alpha, one, None, workspace(x.device), chosen=cut)

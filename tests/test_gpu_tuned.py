@@ -137,13 +137,22 @@ def test_an_entry_that_would_change_results_is_left_out_and_named(
 
 def test_fewer_tokens_that_the_formula_cuts_otherwise_are_cut_by_it(tables: Path) -> None:
     """A class is measured at its most tokens; with fewer there are fewer tiles, and K may be shared out more."""
-    n, k = 1024, 4096
-    splits = {m: gpu_matmul_many.cut(m, n, k, H200[0], False).split for m in range(513, 1025)}
-    assert len(set(splits.values())) > 1
-    tuned = gpu_matmul_many.cut(1024, n, k, H200[0], False)._replace(natural=False)
-    tune.write(NAME, "many", entry(tuned, 1024, n, k), {})
-    for m, split in splits.items():
-        assert gpu_tuned.many_cut(GPU, m, n, k) == (tuned if split == tuned.split else None)
+    n, k = 2048, 4096
+    orders = {m: gpu_tuned._order("many", gpu_matmul_many.cut(m, n, k, H200[0], False)) for m in range(1025, 2049)}
+    assert len(set(orders.values())) > 1
+    tuned = gpu_matmul_many.cut(2048, n, k, H200[0], False)._replace(programs=2)
+    assert gpu_tuned._order("many", tuned) == orders[2048]
+    tune.write(NAME, "many", entry(tuned, 2048, n, k), {})
+    for m, order in orders.items():
+        assert gpu_tuned.many_cut(GPU, m, n, k) == (tuned if order == orders[2048] else None)
+
+
+def test_where_groups_follow_rounds_every_other_tile_is_another_order() -> None:
+    cut = gpu_matmul_many.Cut(128, 128, 2, False, 1, rounds=1)
+    others = [cut._replace(tokens=256), cut._replace(programs=2), cut._replace(rounds=2), cut._replace(rounds=0)]
+    assert len({gpu_tuned._order("many", other) for other in [cut, *others]}) == 5
+    alike = cut._replace(rounds=0)
+    assert gpu_tuned._order("many", alike) == gpu_tuned._order("many", alike._replace(tokens=256, programs=2))
 
 
 @pytest.mark.parametrize("m", [5, 60])
@@ -197,15 +206,15 @@ def test_the_grid_for_few_tokens_keeps_the_order_of_sums(n: int, k: int, capabil
 def test_the_grid_for_many_tokens_keeps_the_parts(n: int, k: int, m: int) -> None:
     cuts = tune.many_grid(m, n, k, 132)
     assert cuts[0] == gpu_matmul_many.cut(m, n, k, 132, False)
-    assert 2 < len(cuts) == len(set(cuts)) <= 16
+    assert len(cuts) == len(set(cuts)) <= 16
+    assert (len(cuts) == 1) == (cuts[0].rounds > 0), "other tiles would be added in parts"
     for cut in cuts:
         assert (cut.split, cut.inside, cut.natural) == (cuts[0].split, 1, cuts[0].natural)
         assert tune.has_room(cut, m, n, 132)
-        tiles = -(-n // cut.rows) * -(-m // cut.tokens)
-        parts, counts = 2 * 132 * 128 * 128, 2 * 2 * 132  # as gpu_matmul_many.workspace makes them
-        if cut.split > 1:
-            assert tiles * cut.split * cut.rows * cut.tokens <= parts
-            assert 2 * tiles <= counts
+        programs, _, _ = gpu_matmul_many.shares(-(-n // cut.rows) * -(-m // cut.tokens), cut, 132)
+        assert programs <= 132 * cut.programs
+        if cut.split > 1:  # the workspace of gpu_matmul_many.workspace
+            assert programs * cut.rows * cut.tokens <= 2 * 132 * 128 * 128
 
 
 def test_the_fastest_with_the_same_bits_is_kept(capsys: pytest.CaptureFixture[str]) -> None:

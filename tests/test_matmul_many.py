@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from functools import lru_cache
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +13,7 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 
 from ahead_of_time import Compiled, Instruction, compile_kernel
 from quarterturn import weight_layout
+from quarterturn.backends import gpu_matmul_many
 from quarterturn.backends.gpu_matmul_many import (
     Config,
     Cut,
@@ -20,6 +22,8 @@ from quarterturn.backends.gpu_matmul_many import (
     decode,
     many,
     order,
+    shares,
+    ways,
     workspace,
 )  # fmt: skip
 from quarterturn.formats import MXFP4, NVFP4, FP4Format
@@ -94,28 +98,63 @@ def cuts() -> Iterator[tuple[int, int, int, Cut]]:
         yield m, n, k, cut(m, n, k, MULTIPROCESSORS, use)
 
 
-def test_split_products_fit_on_the_gpu_and_in_the_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
+def pieces(program: int, launch: tuple[int, int, int], tiles: int, chunks: int, how: Cut) -> list[tuple[int, int, int]]:
+    """What the kernel's _count and _piece say: tile, first chunk, and the one behind the last."""
+    programs, each, more = launch
+    found = [
+        (program + i * programs, part * chunks // how.inside, (part + 1) * chunks // how.inside)
+        for i in range(each + (program < more))
+        for part in range(how.inside)
+    ]
+    left, rank = each * programs + more + program // how.split, program % how.split
+    if how.split > 1 and left < tiles:
+        found.append((left, rank * chunks // how.split, (rank + 1) * chunks // how.split))
+    return found
+
+
+def test_every_chunk_of_every_tile_is_multiplied_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By programs that run beside each other, whose sums find room in the workspace, none without work."""
     monkeypatch.setattr("quarterturn.backends.gpu_matmul_many.multiprocessors", lambda _: MULTIPROCESSORS)
     space = workspace(torch.device("cpu"))
     for m, n, k, how in cuts():
-        tiles = -(-n // how.rows) * -(-m // how.tokens)
-        assert how.split == 1 or tiles * how.split <= how.programs * MULTIPROCESSORS, (m, n, k, how)
-        assert how.split <= max(-(-k // 256), 1), (m, n, k, how)
+        tiles, chunks = -(-n // how.rows) * -(-m // how.tokens), -(-k // 256)
+        programs, _, _ = launch = shares(tiles, how, MULTIPROCESSORS)
+        assert programs <= how.programs * MULTIPROCESSORS, (m, n, k, how)
         if how.split > 1:
-            assert tiles * how.split * how.rows * how.tokens <= space.parts.numel(), (m, n, k, how)
-            assert 2 * tiles <= space.counts.numel(), (m, n, k, how)
+            assert how.split <= chunks, (m, n, k, how)
+            assert programs * how.rows * how.tokens <= space.parts.numel(), (m, n, k, how)
+            assert 2 * programs // how.split <= space.counts.numel(), (m, n, k, how)
+        found = [pieces(program, launch, tiles, chunks, how) for program in range(programs)]
+        assert all(found), (m, n, k, how)
+        done = sorted((tile, chunk) for of in found for tile, begin, stop in of for chunk in range(begin, stop))
+        assert done == [(tile, chunk) for tile in range(tiles) for chunk in range(chunks)], (m, n, k, how)
+
+
+@pytest.mark.parametrize("programs", [132, 264])
+def test_rounds_leave_each_group_a_tile_at_most(programs: int) -> None:
+    for tiles in range(1, 1200):
+        for split, rounds in ways(tiles, programs):
+            how = Cut(128, 128, split, False, programs // 132, rounds=rounds)
+            used, each, more = shares(tiles, how, 132)
+            left = tiles - used * each - more
+            assert 0 <= left <= (used // split if split > 1 else 0), (tiles, how)
+            assert used <= programs, (tiles, how)
+            assert split == 1 or left, "groups without a tile"
 
 
 def test_what_was_measured_fastest_is_chosen() -> None:
     fastest = {
-        (64, 28672, 4096): (64, 1), (64, 4096, 14336): (64, 8), (64, 8192, 8192): (64, 4), (64, 4096, 4096): (64, 8),
-        (128, 28672, 4096): (128, 1), (128, 4096, 14336): (128, 4), (128, 8192, 8192): (128, 2),
-        (256, 28672, 4096): (256, 1), (256, 4096, 14336): (128, 2), (256, 8192, 8192): (128, 1),
-        (256, 6144, 4096): (128, 1), (256, 4096, 4096): (128, 2), (4096, 28672, 4096): (256, 1),
+        (64, 28672, 4096): (64, 1, 0), (64, 4096, 14336): (64, 8, 0), (64, 8192, 8192): (64, 4, 0),
+        (64, 6144, 4096): (64, 4, 0), (64, 4096, 4096): (64, 8, 0),
+        (128, 4096, 14336): (128, 4, 0), (128, 8192, 8192): (128, 2, 0), (128, 6144, 4096): (128, 2, 0),
+        (256, 28672, 4096): (128, 2, 3), (256, 8192, 8192): (128, 1, 0), (256, 6144, 4096): (128, 1, 0),
+        (256, 4096, 4096): (128, 2, 0), (512, 6144, 4096): (128, 2, 1), (512, 28672, 4096): (128, 1, 0),
+        (512, 8192, 8192): (256, 1, 0), (1024, 6144, 4096): (128, 1, 0), (1024, 4096, 4096): (256, 1, 0),
+        (4096, 28672, 4096): (256, 1, 0),
     }  # fmt: skip
     for (m, n, k), want in fastest.items():
         how = cut(m, n, k, MULTIPROCESSORS, True)
-        assert (how.tokens, how.split) == want, (m, n, k, how)
+        assert (how.tokens, how.split, how.rounds) == want, (m, n, k, how)
 
 
 # ---- the machine code
@@ -123,18 +162,19 @@ def test_what_was_measured_fastest_is_chosen() -> None:
 
 def built(how: Cut, dtype: torch.dtype = BF16, fmt: FP4Format = NVFP4, plain: bool = True) -> Compiled:
     """As `launcher` compiles it. plain: K and N are such as models have, no bias."""
-    config = Config(torch.device("cpu"), dtype, fmt, how, plain, not plain, not plain, plain)
+    config = Config(torch.device("cpu"), dtype, fmt, how, plain, not plain, not plain, plain, how.tokens <= 64)
     kind, layout = "bf16" if dtype == BF16 else "fp16", NVMMASharedLayout(128, 16, 2)
     signature = {
         "x_desc": f"tensordesc<{kind}[{how.tokens}, 64],{layout!r}>",
         "y_desc": f"tensordesc<{kind}[{how.tokens}, {how.rows}],{layout!r}>", "codes_ptr": "*i32", "scales_ptr": "*i32",
         "y_ptr": f"*{kind}", "alpha_ptr": "*fp32", "x_scale_ptr": "*fp32", "bias_ptr": "*fp32", "parts_ptr": "*fp32",
         "counts_ptr": "*i32",
-        **dict.fromkeys(("m", "n", "row_tiles", "token_tiles", "chunks", "blocks", "tiles16"), "i32"),
+        **dict.fromkeys(("m", "n", "row_tiles", "token_tiles", "each", "more", "chunks", "blocks", "tiles16"), "i32"),
     }  # fmt: skip
     return compile_kernel(
-        matmul_many.matmul_many, signature, config.constants(), 90, num_warps=how.num_warps, **config.options()
-    )
+        matmul_many.matmul_many, signature, config.constants(), 90, num_warps=how.num_warps,
+        divisible=[name for name in signature if name.endswith("_ptr")], **config.options(),
+    )  # fmt: skip
 
 
 def main_loop(code: Compiled) -> list[Instruction]:
@@ -148,7 +188,6 @@ def shape(tokens: int, split: int, natural: bool = False) -> Cut:
 
 COMPILED = {
     "32 tokens": SimpleNamespace(how=shape(32, 8)),
-    "32 tokens, 256 rows": SimpleNamespace(how=Cut(256, 32, 1, False, 1)),
     "32 tokens, parts inside": SimpleNamespace(how=shape(32, 1)._replace(inside=4)),
     "128 tokens, parts inside": SimpleNamespace(how=shape(128, 1)._replace(inside=4)),
     "64 tokens": SimpleNamespace(how=shape(64, 1)),
@@ -172,7 +211,7 @@ def compiled(request: pytest.FixtureRequest) -> tuple[Cut, Compiled]:
 def test_nothing_spills_in_the_loop(compiled: tuple[Cut, Compiled]) -> None:
     _, code = compiled
     assert not [i for i in main_loop(code) if i.name in ("LDL", "STL")], code.summary()
-    assert code.stack <= 8, code.summary()
+    assert code.stack <= 64, code.summary()  # what is kept of one piece of work for the next
 
 
 def test_no_warp_waits_for_all_others_in_the_loop(compiled: tuple[Cut, Compiled]) -> None:
@@ -211,7 +250,9 @@ def test_instructions_and_loads_a_weight(compiled: tuple[Cut, Compiled], request
     how, code = compiled
     loop = main_loop(code)
     name = request.node.callspec.id
-    assert len(loop) / 128 <= {"fp16": 3.8}.get(name, 2.9 if how.natural else 2.5), code.summary()
+    assert len(loop) / 128 <= {"fp16": 3.8, "128 tokens, odd sizes": 2.6}.get(name, 2.9 if how.natural else 2.5), (
+        code.summary()
+    )
     assert sorted(i.bits for i in loop if i.name == "LDG") == [64, 128, 128, 128, 128], code.summary()
     assert sum(i.name == "LDSM" for i in loop) == (16 if how.natural else 0), code.summary()
 
@@ -242,7 +283,8 @@ def test_decoding_and_ordering_move_16_bytes_at_a_time(capability: int) -> None:
 CASES = [
     (100, 512, 4160, BF16, NVFP4, shape(128, 1)._replace(inside=4)),
     (20, 333, 4096, BF16, MXFP4, shape(32, 1)._replace(inside=8)),
-    (20, 500, 4096, BF16, NVFP4, Cut(256, 32, 2, False, 1)), (130, 333, 4160, BF16, NVFP4, shape(128, 4, True)),
+    (20, 500, 4096, BF16, NVFP4, shape(32, 2)),
+    (130, 333, 4160, BF16, NVFP4, shape(128, 4, True)),
     (64, 512, 4096, BF16, MXFP4, shape(64, 2, True)), (70, 512, 1024, FP16, NVFP4, shape(128, 1, True)),
     (20, 512, 4096, BF16, NVFP4, shape(32, 8)), (37, 464, 464, BF16, NVFP4, shape(64, 1)),
     (64, 512, 4096, BF16, NVFP4, shape(64, 8)), (50, 333, 2064, BF16, NVFP4, shape(64, 4)),
@@ -251,6 +293,14 @@ CASES = [
     (300, 1000, 1104, BF16, NVFP4, shape(256, 1, True)), (256, 384, 1024, BF16, NVFP4, shape(256, 2)),
     (128, 333, 576, FP16, NVFP4, shape(128, 1)), (300, 512, 2048, FP16, NVFP4, shape(256, 1, True)),
     (64, 512, 1024, BF16, MXFP4, shape(64, 2)), (300, 640, 1088, BF16, MXFP4, shape(256, 1, True)),
+    # several tiles a program, and tiles that groups make after such
+    (700, 9000, 464, BF16, NVFP4, shape(128, 1)), (1500, 8200, 1104, BF16, NVFP4, shape(256, 1, True)),
+    (60, 18944, 1104, BF16, NVFP4, shape(64, 1)), (300, 8200, 2048, FP16, NVFP4, shape(128, 1)._replace(inside=4)),
+    (300, 8192, 1104, BF16, NVFP4, shape(128, 2)._replace(rounds=1)),
+    (700, 9000, 2064, BF16, NVFP4, shape(128, 4)._replace(rounds=3)),
+    (64, 28672, 2064, BF16, NVFP4, shape(64, 8)._replace(rounds=1)),
+    (700, 6144, 1120, BF16, MXFP4, shape(256, 4, True)._replace(rounds=1)),
+    (128, 333, 304, BF16, NVFP4, shape(128, 8)), (1000, 333, 2000, FP16, NVFP4, shape(256, 2)),
     (70, 1000, 1104, BF16, NVFP4, None), (70, 512, 4096, FP16, NVFP4, None), (70, 512, 1088, BF16, MXFP4, None),
 ]  # fmt: skip
 
@@ -304,13 +354,17 @@ def test_ordering_on_a_gpu_equals_its_twin(m: int, k: int) -> None:
 
 
 @pytest.mark.gpu
-def test_split_products_on_streams_beside_each_other_end() -> None:
-    """Programs that wait for each other run at once, however many other such products there are."""
+@pytest.mark.parametrize("patience", [gpu_matmul_many._PATIENCE, 0])
+def test_groups_on_streams_beside_each_other_end(patience: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many others there are, and whether a program waits for the others of its group or leaves it all to the
+    last of them: always the same bits."""
     made, exact = weight(4096, 4096, NVFP4, "cuda")
     alpha, one = torch.full((4096,), 2.0**made.exponent, device="cuda"), torch.ones(1, device="cuda")
     how, streams = shape(64, 8), [torch.cuda.Stream() for _ in range(4)]
     x = torch.randn(64, 4096, device="cuda").to(BF16)
     want = many(x, made, alpha, one, None, workspace(x.device), chosen=how)
+    monkeypatch.setattr(gpu_matmul_many, "_PATIENCE", patience)
+    monkeypatch.setattr(gpu_matmul_many, "launcher", lru_cache(gpu_matmul_many.launcher.__wrapped__))
     spaces = [workspace(x.device) for _ in streams]
     torch.cuda.synchronize()
     results = []
@@ -320,4 +374,5 @@ def test_split_products_on_streams_beside_each_other_end() -> None:
                 results.append(many(x, made, alpha, one, None, space, chosen=how))
     torch.cuda.synchronize()
     assert all(torch.equal(result, want) for result in results)
+    assert all(int(space.counts.abs().sum()) == 0 for space in spaces)
     assert float((want.double() - x.double() @ exact.T).norm() / want.double().norm()) < 2.0**-8

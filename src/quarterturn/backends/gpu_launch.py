@@ -186,12 +186,13 @@ def few_tiling(width: int, columns: int) -> Tiling:
     return Tiling(64, 0, 4, 4, parts=width // columns, pdl=True)
 
 
-def tiling(width: int, pieces: int, output: int) -> Tiling:
-    """Measured on an H200 at 8192 x 8192.
+def tiling(width: int, pieces: int, output: int, size: int | None = None) -> Tiling:
+    """Measured on an H200 at 8192 x 8192. size: of blocks, where several fit in a unit.
 
     No more programs than fit beside each other: one that waits for its place would do its tiles alone, at the end.
     """
-    cut = _TILINGS[width, pieces > 1, output]
+    key = width, pieces > 1, output
+    cut = _OF_SMALL_BLOCKS.get(key, _TILINGS[key]) if size and size < width else _TILINGS[key]
     fit = _SHARED // (2 * width * (cut.block * cut.stages + width * pieces) + 1152)
     return cut if cut.programs <= fit else replace(cut, programs=fit)
 
@@ -211,12 +212,14 @@ _TILINGS = {
     (128, True, VALUES): Tiling(64, 1, 4, 2),
     (32, True, ROTATED): Tiling(128, 1, 4, 4, from_registers=True),
     (64, False, ROTATED): Tiling(64, 1, 4, 4, pdl=True),
-    (64, True, ROTATED): Tiling(128, 2, 4, 4),
+    (64, True, ROTATED): Tiling(128, 2, 4, 4, pdl=True),
     (128, False, ROTATED): Tiling(64, 1, 4, 2, from_registers=True, pdl=True),
-    (128, True, ROTATED): Tiling(64, 1, 8, 2),
+    (128, True, ROTATED): Tiling(64, 1, 8, 2, pdl=True),
 }
-"""By the width of a unit, whether the matrix takes several pieces, and what is written. pdl gains 1 to 2%
-where it is on and loses 10% elsewhere, it seems where more programs fit than there are; not tried for dense ROTATED."""
+"""By the width of a unit, whether the matrix takes several pieces, and what is written. pdl gains 1 to 3%
+where it is on and loses 1 to 10% elsewhere, it seems where more programs fit than there are."""
+
+_OF_SMALL_BLOCKS = {(64, True, CODES): Tiling(128, 1, 4, 4, pdl=True)}
 
 
 class HopperConfig(NamedTuple):
@@ -309,7 +312,7 @@ def _make_launch(task: Task, pieces: Pieces) -> _Launch:
     near = of_two and task.group == 16
     count, width = operand.shape[0], operand.shape[2]
     units, per_row = x.numel() // width, x.shape[1] // width
-    cut = few_tiling(width, min(width, columns)) if few else tiling(width, count, task.output)
+    cut = few_tiling(width, min(width, columns)) if few else tiling(width, count, task.output, pieces.size)
     if not few and not pieces.ready:
         cut = replace(cut, pdl=False)
     half = x.dtype == torch.float16

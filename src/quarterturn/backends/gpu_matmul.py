@@ -99,22 +99,26 @@ def cut_of(n: int, k: int, m: int, count: int, capability: tuple[int, int]) -> C
     Measured on an H200 (docs/notes.md); elsewhere the same, as far as shared memory reaches.
     """
     chunks, tiles, hopper = -(-k // 256), -(-n // ROWS), capability >= (9, 0)
+    shared = _SHARED.get(capability, _SHARED_ELSEWHERE)
     if m <= 8:
         if chunks > 16:
             split = -(-chunks // 32)
             cut = Cut(16, split, 2, 3 if split == 1 else 2, 4, 1, hopper and split == 2)
         elif chunks > 8:
-            cut = Cut(8, 1, 2, 2, 4, 1, False) if tiles <= 6 * count else Cut(8, 1, 2, 4, 8, 1, False)
+            if tiles > 6 * count:
+                cut = Cut(8, 1, 2, 4, 8, 2 if shared >= 227 else 1, False)
+            else:
+                cut = Cut(8, 1, 2, 2 if tiles <= 2 * count else 3, 4, 1, False)
         else:
             cut = Cut(8 if chunks > 4 else 4, 1, 1, 3, 4, 2, False)
     elif chunks > 16:
         split = -(-chunks // 16)
         cut = Cut(16, split, 1, 2, 4, 1, hopper and split == 2)
     elif chunks > 8:
-        cut = Cut(8, 2, 1, 2, 2, 2 if tiles > 6 * count else 1, True) if hopper else Cut(16, 1, 1, 2, 2, 1, False)
+        cut = Cut(8, 2, 1, 2, 2, 1, True) if hopper and tiles <= 2 * count else Cut(16, 1, 1, 2, 2, 1, False)
     else:
         cut = Cut(8 if chunks > 4 else 4, 1, 1, 2, 2, 2, False)
-    return _fitting(cut, n, m, count, _SHARED.get(capability, _SHARED_ELSEWHERE))
+    return _fitting(cut, n, m, count, shared)
 
 
 _SHARED = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227, (11, 0): 227}

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
-from math import ceil
 from typing import Any, NamedTuple
 
 import torch
@@ -21,8 +20,9 @@ from .gpu_device import Described, capability, multiprocessors, require_barriers
 
 
 class Cut(NamedTuple):
-    """rows and tokens of a tile; programs that share a tile, each a part of K; whether weights meet x in its natural
-    order; programs a multiprocessor; parts that a program adds up by itself."""
+    """rows and tokens of a tile; programs of a group, a power of two; whether weights meet x in its natural order;
+    programs a multiprocessor; parts that a program adds up by itself; where programs are in groups, rounds of whole
+    tiles, one a program, before each group makes one."""
 
     rows: int
     tokens: int
@@ -30,6 +30,7 @@ class Cut(NamedTuple):
     natural: bool
     programs: int
     inside: int = 1
+    rounds: int = 0
 
     @property
     def num_warps(self) -> int:
@@ -37,37 +38,50 @@ class Cut(NamedTuple):
         return self.rows // 16
 
 
-_SPLITS = (1, 2, 3, 4, 5, 6, 8)
-
-
 @lru_cache(maxsize=4096)
 def cut(m: int, n: int, k: int, multiprocessors: int, ordered: bool) -> Cut:
     """The fastest by an estimate from times measured on an H200. ordered: x comes in the order of fragments."""
-    options = []
+    options, chunks = [], -(-k // 256)
     for tile in _tiles(m):
         count = -(-n // tile.rows) * -(-m // tile.tokens)
-        for split in _SPLITS:
-            if split == 1 or (count * split <= tile.programs * multiprocessors and k > 256 * split):
-                options.append((_estimated_us(tile, count, split, k, multiprocessors), split, tile))
-    _, split, tile = min(options)
-    # Weights that meet x in its natural order cost 1 to 4% at 256 tokens a tile, less than ordering x; with fewer more.
-    return Cut(tile.rows, tile.tokens, split, not ordered and tile.tokens == 256, tile.programs)
+        for split, rounds in ways(count, tile.programs * multiprocessors):
+            if split == 1 or chunks >= 2 * split:
+                us = _estimated_us(tile, count, split, rounds, chunks, multiprocessors)
+                options.append((us, split, rounds, tile))
+    _, split, rounds, tile = min(options)
+    # Weights that meet x in its natural order cost 0 to 2% at 256 tokens a tile, less than ordering x; with fewer more.
+    return Cut(tile.rows, tile.tokens, split, not ordered and tile.tokens == 256, tile.programs, rounds=rounds)
+
+
+def ways(tiles: int, programs: int) -> list[tuple[int, int]]:
+    """Of dealing tiles out to at most so many programs: split and rounds (see Cut)."""
+    found = [(1, 0)]
+    for split in _SPLITS:
+        groups = programs // split
+        rounds = max(-(-(tiles - groups) // (groups * split)), 0) if groups else 0
+        if groups and rounds <= _MOST_ROUNDS and rounds * split * -(-tiles // (rounds * split + 1)) < tiles:
+            found.append((split, rounds))
+    return found
+
+
+_SPLITS = (2, 4, 8)
+_MOST_ROUNDS = 3  # after more, what groups save is less than what their sums cost
 
 
 @lru_cache(maxsize=4096)
 def invariant_cut(m: int, n: int, k: int, multiprocessors: int) -> Cut:
-    """One whose sums are the same for every m and n: parts of K by k alone, which programs add up, or each by itself
-    where there are too many for all to run at once. For x in the order of fragments."""
-    parts, options = _parts(k), []
+    """One whose sums are the same for every m and n: parts of K by k alone, which the programs of a group add up, or
+    each by itself where there are too many for all to run at once. For x in the order of fragments."""
+    parts, chunks, options = _parts(k), -(-k // 256), []
     for tile in _tiles(m):
         count = -(-n // tile.rows) * -(-m // tile.tokens)
         if parts == 1 or count * parts <= tile.programs * multiprocessors:
             made = Cut(tile.rows, tile.tokens, parts, False, tile.programs)
-            options.append((_estimated_us(tile, count, parts, k, multiprocessors), made))
+            options.append((_estimated_us(tile, count, parts, 0, chunks, multiprocessors), made))
         elif tile.rows * tile.tokens <= 128 * 128:  # twice the sums have to find room in registers
             tile = tile if tile.tokens <= 32 else tile._replace(programs=1, block_us=tile.alone_us)
             made = Cut(tile.rows, tile.tokens, 1, False, tile.programs, parts)
-            options.append((_estimated_us(tile, count, 1, k, multiprocessors), made))
+            options.append((_estimated_us(tile, count, 1, 0, chunks, multiprocessors), made))
     return min(options)[1]
 
 
@@ -82,17 +96,22 @@ def _tiles(m: int) -> tuple[_Tile, ...]:
     return _TILES[min(tokens for tokens in _TILES if tokens >= min(m, 256))]
 
 
-def _estimated_us(tile: _Tile, count: int, split: int, k: int, multiprocessors: int) -> float:
-    """Microseconds of `count` tiles by `split` programs each."""
-    waves, alone = -(-count * split // (tile.programs * multiprocessors)), count * split <= multiprocessors
-    adding = 0.0 if split == 1 else tile.adding_us + tile.part_us * split
-    blocks = 4 * ceil(ceil(k / 256) / split)
-    return waves * (blocks * (tile.alone_us if alone else tile.block_us) + tile.start_us) + adding
+def _estimated_us(tile: _Tile, count: int, split: int, rounds: int, chunks: int, multiprocessors: int) -> float:
+    """Microseconds of `count` tiles; see `ways`."""
+    how = Cut(tile.rows, tile.tokens, split, False, tile.programs, rounds=rounds)
+    programs, each, more = shares(count, how, multiprocessors)
+    whole = each + (more > 0)
+    block = tile.alone_us if programs <= multiprocessors else tile.block_us
+    us = 4 * whole * chunks * block + tile.start_us + max(whole - 1, 0) * tile.tile_us
+    if split > 1:
+        us += 4 * -(-chunks // split) * block + tile.adding_us + tile.part_us * split + (whole > 0) * tile.tile_us
+    return us
 
 
 class _Tile(NamedTuple):
     """Rows and tokens, and programs a multiprocessor. Microseconds of a block of 64 of K where a multiprocessor has one
-    program and where it has as many as it can, of starting and ending a program, and of adding parts of K."""
+    program and where it has as many as it can, of starting and ending a program, of a further tile, and of adding parts
+    of K."""
 
     rows: int
     tokens: int
@@ -100,14 +119,15 @@ class _Tile(NamedTuple):
     alone_us: float
     block_us: float
     start_us: float
+    tile_us: float
     adding_us: float
     part_us: float
 
 
 _TILES = {
-    32: (_Tile(128, 32, 2, 0.24, 0.36, 2, 3, 0), _Tile(256, 32, 1, 0.32, 0.32, 3, 2, 0.5)),
-    64: (_Tile(128, 64, 2, 0.29, 0.435, 2, 3, 0.25),),
-    256: (_Tile(128, 128, 1, 0.32, 0.32, 3, 3, 0.5), _Tile(128, 256, 1, 0.63, 0.63, 4, 3, 1)),
+    32: (_Tile(128, 32, 2, 0.24, 0.36, 3, 1, 2.5, 0.1),),
+    64: (_Tile(128, 64, 2, 0.29, 0.44, 4, 1, 3, 0.1),),
+    256: (_Tile(128, 128, 1, 0.36, 0.36, 3, 1, 3, 0.25), _Tile(128, 256, 1, 0.67, 0.67, 4, 3, 8, 1)),
 }
 """By how many tokens they are for, at most; the last for more too."""
 _GROUP = 16  # token tiles that share weights in L2
@@ -116,18 +136,23 @@ _SLICE = 24 << 20  # bytes of decoded weights that stay in L2
 
 
 class Workspace(NamedTuple):
-    """Partial sums and counters of split products of one stream at a time. counts is zero between launches."""
+    """Sums that programs of a group leave each other, and counters: of one stream at a time. counts is zero between
+    launches."""
 
     parts: Tensor
     counts: Tensor
 
 
 def workspace(device: torch.device, counts: Tensor | None = None) -> Workspace:
-    """What any product on the device needs; counts: zeros (2 * tiles) that are there already."""
+    """What any product on the device needs; counts: zeros, two a multiprocessor or more, that are there already."""
     most = 2 * multiprocessors(device)
-    counts = torch.zeros(2 * most, dtype=torch.int32, device=device) if counts is None else counts
-    assert 2 * most <= counts.numel(), (most, counts.numel())
+    counts = torch.zeros(most, dtype=torch.int32, device=device) if counts is None else counts
+    assert most <= counts.numel(), (most, counts.numel())
     return Workspace(torch.empty(most * 128 * 128, dtype=torch.float32, device=device), counts)
+
+
+_PATIENCE = 32
+"""Times that a program of a group looks whether the others have come: some 20 microseconds."""
 
 
 def order(x: Tensor) -> Tensor:
@@ -146,7 +171,7 @@ def many(
     """x (M, K) @ weight^T (N, K) -> (M, N) of x's dtype, M at least 1. Hopper alone; x is on the current device.
 
     alpha: fp32 (N). x_scale: fp32 (1) or (M). bias: fp32 (N). ordered: x is (M, K up to 64) as `order` gives it.
-    space: of this stream; no other product may use it.
+    space: `workspace` of this stream; no other product may use it.
     """
     m, n, k = x.shape[0], weight.n, weight.k
     if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:
@@ -156,22 +181,36 @@ def many(
     if not ordered and not how.natural:
         x = order(x)
     tiles16, blocks = weight.codes.shape[:2]
+    assert weight.codes.numel() < 2**31, "places are counted in 32 bits"
     config = Config(
-        x.device, x.dtype, weight.format, how, blocks % 4 == 0, bias is not None, x_scale.numel() > 1, n % 8 == 0
-    )
+        x.device, x.dtype, weight.format, how._replace(rounds=0), blocks % 4 == 0, bias is not None,
+        x_scale.numel() > 1, n % 8 == 0, m <= how.tokens,
+    )  # fmt: skip
     y = x.new_empty(m, n) if out is None else out
     row_tiles, token_tiles = -(-n // how.rows), -(-m // how.tokens)
-    assert how.split == 1 or 2 * row_tiles * token_tiles <= space.counts.numel(), (how, space.counts.numel())
+    programs, each, more = shares(row_tiles * token_tiles, how, multiprocessors(x.device))
+    if how.split > 1:
+        assert programs * how.rows * how.tokens <= space.parts.numel(), (how, space.parts.numel())
+        assert 2 * programs // how.split <= space.counts.numel(), (how, space.counts.numel())
     launcher(config)(
-        row_tiles * token_tiles * how.split, x, weight.codes, weight.scales, y, alpha, x_scale,
-        alpha if bias is None else bias, space.parts, space.counts, m, n, row_tiles, token_tiles,
-        weight.scales.shape[1], blocks, tiles16,
+        programs, x, weight.codes, weight.scales, y, alpha, x_scale, alpha if bias is None else bias,
+        space.parts, space.counts, m, n, row_tiles, token_tiles, each, more, weight.scales.shape[1], blocks, tiles16,
     )  # fmt: skip
     return y
 
 
+def shares(tiles: int, how: Cut, multiprocessors: int) -> tuple[int, int, int]:
+    """Programs of a launch, whole tiles that each makes, and how many make one more; groups make the others."""
+    if how.split == 1:
+        programs = min(tiles, multiprocessors * how.programs)
+        return programs, tiles // programs, tiles % programs
+    groups = -(-tiles // (how.rounds * how.split + 1))
+    return groups * how.split, how.rounds, 0
+
+
 class Config(NamedTuple):
-    """What the kernel is compiled for. even: blocks of K are a multiple of 4; by_tma: N is a multiple of 8."""
+    """What the kernel is compiled for. even: blocks of K are a multiple of 4; by_tma: N is a multiple of 8; one: there
+    is one token tile."""
 
     device: torch.device
     dtype: torch.dtype
@@ -181,19 +220,20 @@ class Config(NamedTuple):
     bias: bool
     by_row: bool
     by_tma: bool
+    one: bool
 
     def constants(self) -> dict[str, Any]:
         """The constexpr arguments of the kernel."""
         from ..kernels import matmul_many as kernels
         from ..kernels import ring_ptx
 
-        rows, tokens, split, natural, _, inside = self.cut
+        rows, tokens, split, natural, _, inside, _ = self.cut
         warps = self.cut.num_warps
         asm, constraints = kernels.decode_asm(self.format, self.dtype == torch.float16, natural)
         return {
-            "ROWS": rows, "TOKENS": tokens, "SPLIT": split, "INSIDE": inside, "GROUP": _GROUP, "NATURAL": natural,
-            "EVEN": self.even, "HAS_BIAS": self.bias, "X_BY_ROW": self.by_row, "TMA_OUT": self.by_tma,
-            "LANES": 16 if self.format == MXFP4 else 32,
+            "ROWS": rows, "TOKENS": tokens, "SPLIT": split, "INSIDE": inside, "GROUP": 1 if self.one else _GROUP,
+            "NATURAL": natural, "PATIENCE": _PATIENCE, "EVEN": self.even, "HAS_BIAS": self.bias,
+            "X_BY_ROW": self.by_row, "TMA_OUT": self.by_tma, "LANES": 16 if self.format == MXFP4 else 32,
             "CODES": kernels.fragment_layout(rows, 4, warps), "SCALES": kernels.fragment_layout(rows, 2, warps),
             "PAIRS": kernels.pair_layout(rows, warps), "ASM": asm, "CONSTRAINTS": constraints, "num_warps": warps,
             "WAIT": ring_ptx.wait_asm(), "LEAVE": ring_ptx.leave_asm(),
@@ -202,7 +242,7 @@ class Config(NamedTuple):
     def options(self) -> dict[str, Any]:
         """The compiler's options, and the launch's."""
         most = {"maxnreg": _REGISTERS_OF_TWO} if self.cut.programs == 2 else {}
-        return {"enable_fp_fusion": False, "launch_cooperative_grid": self.cut.split > 1, **most}
+        return {"enable_fp_fusion": False, **most}
 
 
 @lru_cache(maxsize=512)
@@ -223,7 +263,7 @@ def launcher(config: Config) -> Callable[..., None]:
     compiled = kernel.warmup(
         TensorDescriptor(like, [1024, 1024], [1024, 1], [how.tokens, 64], layout),
         TensorDescriptor(like, [1024, 1024], [1024, 1], [how.tokens, how.rows], layout),
-        int32, int32, like, fp32, fp32, fp32, fp32, int32, 2, 2, 2, 2, 2, 2, 2, **constants, **config.options(),
+        int32, int32, like, fp32, fp32, fp32, fp32, int32, 2, 2, 2, 2, 2, 2, 2, 2, 2, **constants, **config.options(),
         launch_pdl=True, grid=(1,),
     )  # fmt: skip
     byte = barriers_at(how.rows, how.tokens, how.natural)

@@ -32,7 +32,8 @@ MOST_TOKENS = 4096
 """The largest class. What fits so many tokens need not fit more."""
 
 ORDER = {"few": ("num_warps", "split", "chunks"), "many": ("split", "inside", "natural")}
-"""What of a cut decides the order in which K is added."""
+"""What of a cut decides the order in which K is added. Where groups make tiles after rounds of whole ones, everything
+does: it decides which tiles those are."""
 
 
 def few_cut(device: torch.device, m: int, n: int, k: int) -> gpu_matmul.Cut | None:
@@ -97,7 +98,8 @@ def _formula(kernel: str, device: torch.device, m: int, n: int, k: int) -> Any:
 
 
 def _order(kernel: str, cut: Any) -> str:
-    return ", ".join(f"{name} {getattr(cut, name)}" for name in ORDER[kernel])
+    names = cut._fields if kernel == "many" and cut.rounds else ORDER[kernel]
+    return ", ".join(f"{name} {getattr(cut, name)}" for name in names)
 
 
 @lru_cache(maxsize=16)

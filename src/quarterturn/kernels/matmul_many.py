@@ -1,16 +1,17 @@
 """y = x @ w^T for many tokens on Hopper GPUs (sm_90): w in 4 bits as the left operand of wgmma, decoded in registers.
 
-A program makes a tile of y^T, ROWS of w by TOKENS of x, over all of K or one of SPLIT parts of it:
+A tile of y^T is ROWS of w by TOKENS of x. Programs stay and make one tile after the other, each over all of K; tiles
+that are left over when no more come out even are made by groups of SPLIT programs, one each, a part of K a program.
 
     one warp         copies x by TMA into a ring of shared memory, four stages of 64 values of K
     the other warps  load fragments of w a chunk of 256 values ahead of their use, decode a block of 64 while wgmma
                      multiplies the block before it, and finish: y = acc * (alpha * x_scale) + bias, one rounding
 
-With SPLIT > 1 the partial sums go to memory; each program of a tile waits until all have left theirs and adds its share
-of the tile in the order of K, so that the same input gives the same bits, run after run. So all programs have to be on
-the GPU at once: no more of them than fit, launched cooperatively, which makes sure of it whatever else the GPU does.
-With INSIDE > 1 a program makes so many parts one after the other, each with sums of its own, and adds them in the order
-of K too: the bits of SPLIT = INSIDE.
+Neither waits for the other at the end of a tile: x and w of the next one are on their way. The sums of parts go to
+memory, and each program of a group adds its share of them in the order of K (matmul_sums.meet), so that the same input
+gives the same bits, run after run.
+With INSIDE > 1 a program makes so many parts of a tile one after the other, each with sums of its own, and adds them in
+the order of K too: the bits of a group of INSIDE programs.
 
 The order of K inside a block of 64 is that of weight_layout.py: x comes in it ("ordered", kernels/order_tokens.py), or
 NATURAL and the decoded weights change lanes to meet it, through shared memory of their warp (ring_ptx.py).
@@ -20,7 +21,7 @@ NATURAL and the decoded weights change lanes to meet it, through shared memory o
 | codes      | int32 (N/16, blocks, 32, 4) of weight_layout.py, and its scales as int32 (N/16, chunks, lanes, 2)  |
 | alpha      | fp32 (N): tensor scale of the row's output range, times 2^exponent of the fragments                |
 | x_scale    | fp32 (1) or, X_BY_ROW, (M); bias fp32 (N)                                                          |
-| parts      | fp32 (tiles * SPLIT, ROWS * TOKENS); counts: int32 (tiles, 2), zero before and after               |
+| parts      | fp32 (programs, ROWS * TOKENS); counts: int32 (groups, 2), zero before and after                   |
 | sums       | fp32, in the order of K within a part                                                              |
 | does not   | check arguments, allocate                                                                          |
 | see        | docs/numerics.md, tests/test_matmul_many.py                                                        |
@@ -40,7 +41,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..formats import FP4Format
 from . import fp4_decode, ring_ptx
-from .matmul_sums import add, finish, leave, meet
+from .matmul_sums import add, done, finish, leave, meet, stored
 
 
 def decode_asm(fmt: FP4Format, half: bool, natural: bool = False) -> tuple[str, str]:
@@ -119,42 +120,79 @@ def _decode(
 
 
 @gluon.jit
-def _load(codes, scales, chunk, blocks, LANES: gl.constexpr, EVEN: gl.constexpr):
+def _load(codes_ptr, scales_ptr, codes, scales, chunk, blocks, LANES: gl.constexpr, EVEN: gl.constexpr):
     """Fragments of a chunk: words of its four blocks, scale bytes of the first two and of the others."""
-    s01, s23 = gl.load(scales + chunk * (2 * LANES)).split()
-    at = codes + chunk * 512
+    s01, s23 = gl.load(scales_ptr + (scales + chunk * (2 * LANES))).split()
+    at = codes_ptr + (codes + chunk * 512)
     c0 = gl.load(at)
     if EVEN:
         c1 = gl.load(at + 128)
         c2 = gl.load(at + 256)
         c3 = gl.load(at + 384)
     else:  # blocks behind the last are read as the last; x is zero there, and the padding of scales is finite
-        c1 = gl.load(codes + gl.minimum(chunk * 4 + 1, blocks - 1) * 128)
-        c2 = gl.load(codes + gl.minimum(chunk * 4 + 2, blocks - 1) * 128)
-        c3 = gl.load(codes + gl.minimum(chunk * 4 + 3, blocks - 1) * 128)
+        c1 = gl.load(codes_ptr + (codes + gl.minimum(chunk * 4 + 1, blocks - 1) * 128))
+        c2 = gl.load(codes_ptr + (codes + gl.minimum(chunk * 4 + 2, blocks - 1) * 128))
+        c3 = gl.load(codes_ptr + (codes + gl.minimum(chunk * 4 + 3, blocks - 1) * 128))
     return c0, c1, c2, c3, s01, s23
 
 
 @gluon.jit
-def _place(row_tiles, token_tiles, chunks, SPLIT: gl.constexpr, GROUP: gl.constexpr):
-    """This program's row tile, token tile, tile and part, and its first chunk of K and the one behind its last.
+def _count(tiles, each, more, SPLIT: gl.constexpr, INSIDE: gl.constexpr):
+    """Pieces of work of this program, and those of them that are whole tiles, or parts inside of such."""
+    full = (each + (gl.program_id(0) < more).to(gl.int32)) * INSIDE
+    if SPLIT == 1:
+        return full, full
+    return full + (_left_over(each, more, SPLIT) < tiles).to(gl.int32), full
+
+
+@gluon.jit
+def _left_over(each, more, SPLIT: gl.constexpr):
+    """The tile that this program's group makes."""
+    return each * gl.num_programs(0) + more + gl.program_id(0) // SPLIT
+
+
+@gluon.jit
+def _piece(
+    i, full, row_tiles, token_tiles, each, more, chunks, SPLIT: gl.constexpr, INSIDE: gl.constexpr, GROUP: gl.constexpr
+):  # fmt: skip
+    """Row tile and token tile of piece i of this program's work, its first chunk of K and the one behind its last."""
+    tile = gl.program_id(0) + i // INSIDE * gl.num_programs(0)
+    begin = i % INSIDE * chunks // INSIDE
+    stop = (i % INSIDE + 1) * chunks // INSIDE
+    if SPLIT > 1:
+        rank = gl.program_id(0) % SPLIT
+        tile = gl.where(i < full, tile, _left_over(each, more, SPLIT))
+        begin = gl.where(i < full, begin, rank * chunks // SPLIT)
+        stop = gl.where(i < full, stop, (rank + 1) * chunks // SPLIT)
+    row, token = _at(tile, row_tiles, token_tiles, GROUP)
+    return row, token, begin, stop
+
+
+@gluon.jit
+def _at(tile, row_tiles, token_tiles, GROUP: gl.constexpr):
+    """Row tile and token tile of a tile.
 
     Tokens go fastest, in groups of GROUP tiles: programs that run together read the same weights, and x stays in L2.
+    GROUP 1: there is but one token tile.
     """
-    tiles = row_tiles * token_tiles
-    part = gl.program_id(0) // tiles
-    tile = gl.program_id(0) - part * tiles
+    if GROUP == 1:
+        return tile, tile * 0
     group = tile // (GROUP * row_tiles)
     inside = tile - group * (GROUP * row_tiles)
     across = gl.minimum(token_tiles - group * GROUP, GROUP)
     row = inside // across
-    token = group * GROUP + inside - row * across
-    return row, token, tile, part, part * chunks // SPLIT, (part + 1) * chunks // SPLIT
+    return row, group * GROUP + inside - row * across
 
 
 @gluon.constexpr_function
 def barriers_at(rows, tokens, natural):
-    """The byte of shared memory behind the ring and what weights change lanes through."""
+    """The byte of shared memory behind the ring, a tile of y, and what weights change lanes through."""
+    return y_at(rows, tokens, natural) + 2 * rows * tokens
+
+
+@gluon.constexpr_function
+def y_at(rows, tokens, natural):
+    """Where the tile of y is put together."""
     return 512 * tokens + 128 * rows * natural
 
 
@@ -168,20 +206,23 @@ def _wait_for_earlier_kernels():
 
 @gluon.jit
 def _copy_x(
-    x_desc, x_tiles, barriers, row_tiles, token_tiles, chunks, TOKENS: gl.constexpr, SPLIT: gl.constexpr,
-    GROUP: gl.constexpr,
+    x_desc, x_tiles, barriers, row_tiles, token_tiles, each, more, chunks, TOKENS: gl.constexpr, SPLIT: gl.constexpr,
+    INSIDE: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """The warp that fills the ring."""
-    _, token, _, _, first, end = _place(row_tiles, token_tiles, chunks, SPLIT, GROUP)
+    count, full = _count(row_tiles * token_tiles, each, more, SPLIT, INSIDE)
     phase = 1
     _wait_for_earlier_kernels()
-    for chunk in range(first, end):
-        for j in gl.static_range(4):
-            mbarrier.wait(barriers.index(4 + j), phase)
-            mbarrier.expect(barriers.index(j), TOKENS * 128)
-            at = [token * TOKENS, chunk * 256 + j * 64]
-            tma.async_copy_global_to_shared(x_desc, at, barriers.index(j), x_tiles.index(j))
-        phase ^= 1
+    for i in range(count):
+        _, token, begin, stop = _piece(i, full, row_tiles, token_tiles, each, more, chunks, SPLIT, INSIDE, GROUP)
+        for chunk in range(begin, stop):
+            for j in gl.static_range(4):
+                # At its first block the others say that they have read the last place, as at every fourth after it.
+                mbarrier.wait(barriers.index(4 + j), phase ^ (j == 3))
+                mbarrier.expect(barriers.index(j), TOKENS * 128)
+                at = [token * TOKENS, chunk * 256 + j * 64]
+                tma.async_copy_global_to_shared(x_desc, at, barriers.index(j), x_tiles.index(j))
+            phase ^= 1
 
 
 @gluon.jit
@@ -200,13 +241,29 @@ def _places(words, base):
 
 
 @gluon.jit
+def _fragments(
+    row, blocks, chunks, tiles16, ROWS: gl.constexpr, LANES: gl.constexpr, CODES: gl.constexpr, SCALES: gl.constexpr
+):  # fmt: skip
+    """Where a row tile's codes and scales of the first chunk are, in words."""
+    tile16 = row * (ROWS // 16) + gl.arange(0, ROWS // 16, gl.SliceLayout(1, gl.SliceLayout(2, CODES)))[:, None, None]
+    lane = gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(2, CODES)))[None, :, None]
+    word = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, CODES)))[None, None, :]
+    codes = gl.minimum(tile16, tiles16 - 1) * (blocks * 128) + (lane * 4 + word)
+    tile16 = row * (ROWS // 16) + gl.arange(0, ROWS // 16, gl.SliceLayout(1, gl.SliceLayout(2, SCALES)))[:, None, None]
+    lane = gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(2, SCALES)))[None, :, None]
+    word = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, SCALES)))[None, None, :]
+    scales = gl.minimum(tile16, tiles16 - 1) * (chunks * 2 * LANES) + (lane // (32 // LANES) * 2 + word)
+    return codes, scales
+
+
+@gluon.jit
 def _multiply(
     y_desc, codes_ptr, scales_ptr, y_ptr, alpha_ptr, x_scale_ptr, bias_ptr, parts_ptr, counts_ptr, x_tiles, y_tile,
-    m, n, row_tiles, token_tiles, chunks, blocks, tiles16, ROWS: gl.constexpr, TOKENS: gl.constexpr,
-    SPLIT: gl.constexpr, INSIDE: gl.constexpr, GROUP: gl.constexpr, NATURAL: gl.constexpr, EVEN: gl.constexpr,
-    HAS_BIAS: gl.constexpr, X_BY_ROW: gl.constexpr, TMA_OUT: gl.constexpr, LANES: gl.constexpr, CODES: gl.constexpr,
-    SCALES: gl.constexpr, PAIRS: gl.constexpr, ASM: gl.constexpr, CONSTRAINTS: gl.constexpr, WAIT: gl.constexpr,
-    LEAVE: gl.constexpr,
+    m, n, row_tiles, token_tiles, each, more, chunks, blocks, tiles16, ROWS: gl.constexpr, TOKENS: gl.constexpr,
+    SPLIT: gl.constexpr, INSIDE: gl.constexpr, GROUP: gl.constexpr, NATURAL: gl.constexpr, PATIENCE: gl.constexpr,
+    EVEN: gl.constexpr, HAS_BIAS: gl.constexpr, X_BY_ROW: gl.constexpr, TMA_OUT: gl.constexpr, LANES: gl.constexpr,
+    CODES: gl.constexpr, SCALES: gl.constexpr, PAIRS: gl.constexpr, ASM: gl.constexpr, CONSTRAINTS: gl.constexpr,
+    WAIT: gl.constexpr, LEAVE: gl.constexpr,
 ):  # fmt: skip
     """The warps that decode and multiply."""
     dtype: gl.constexpr = x_tiles.dtype
@@ -214,37 +271,36 @@ def _multiply(
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
     FULL: gl.constexpr = barriers_at(ROWS, TOKENS, NATURAL)
     EMPTY: gl.constexpr = FULL + 32
-    row, token, tile, part, first, end = _place(row_tiles, token_tiles, chunks, SPLIT, GROUP)
-
-    tile16 = row * (ROWS // 16) + gl.arange(0, ROWS // 16, gl.SliceLayout(1, gl.SliceLayout(2, CODES)))[:, None, None]
-    lane = gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(2, CODES)))[None, :, None]
-    word = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, CODES)))[None, None, :]
-    codes = codes_ptr + gl.minimum(tile16, tiles16 - 1).to(gl.int64) * (blocks * 128) + (lane * 4 + word)
-    tile16 = row * (ROWS // 16) + gl.arange(0, ROWS // 16, gl.SliceLayout(1, gl.SliceLayout(2, SCALES)))[:, None, None]
-    lane = gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(2, SCALES)))[None, :, None]
-    word = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, SCALES)))[None, None, :]
-    scales = scales_ptr + gl.minimum(tile16, tiles16 - 1).to(gl.int64) * (chunks * 2 * LANES)
-    scales += lane // (32 // LANES) * 2 + word
-
-    c0, c1, c2, c3, s01, s23 = _load(codes, scales, first, blocks, LANES, EVEN)
+    count, full = _count(row_tiles * token_tiles, each, more, SPLIT, INSIDE)
+    row, _, begin, _ = _piece(0, full, row_tiles, token_tiles, each, more, chunks, SPLIT, INSIDE, GROUP)
+    # A program without work reads what the first has.
+    row = gl.minimum(row, row_tiles - 1)
+    codes, scales = _fragments(row, blocks, chunks, tiles16, ROWS, LANES, CODES, SCALES)
+    c0, c1, c2, c3, s01, s23 = _load(codes_ptr, scales_ptr, codes, scales, begin, blocks, LANES, EVEN)
     to, back = _places(c0, TOKENS * 512)
     a = _decode(c0, s01, to, back, dtype, ROWS, OPERAND, PAIRS, NATURAL, ASM, CONSTRAINTS)
     a_before = a
-    acc = gl.zeros([ROWS, TOKENS], gl.float32, ACC)
     total = gl.full([ROWS, TOKENS], -0.0, gl.float32, ACC)  # to which any number is added exactly
     phase = 0
-    for inside in range(INSIDE):
-        begin = (part * INSIDE + inside) * chunks // (SPLIT * INSIDE)
-        stop = (part * INSIDE + inside + 1) * chunks // (SPLIT * INSIDE)
+    for i in range(count):
+        row, token, begin, stop = _piece(i, full, row_tiles, token_tiles, each, more, chunks, SPLIT, INSIDE, GROUP)
+        next_row, _, next_begin, _ = _piece(
+            gl.minimum(i + 1, count - 1), full, row_tiles, token_tiles, each, more, chunks, SPLIT, INSIDE, GROUP
+        )  # fmt: skip
+        next_codes, next_scales = _fragments(next_row, blocks, chunks, tiles16, ROWS, LANES, CODES, SCALES)
+        acc = gl.zeros([ROWS, TOKENS], gl.float32, ACC)
         for chunk in range(begin, stop):
-            n0, n1, n2, n3, t01, t23 = _load(codes, scales, gl.minimum(chunk + 1, end - 1), blocks, LANES, EVEN)
+            ends = chunk + 1 == stop
+            codes = gl.where(ends, next_codes, codes)
+            scales = gl.where(ends, next_scales, scales)
+            following = gl.where(ends, next_begin, chunk + 1)
+            n0, n1, n2, n3, t01, t23 = _load(codes_ptr, scales_ptr, codes, scales, following, blocks, LANES, EVEN)
             for j in gl.static_range(4):
                 ring_ptx.run([FULL + 8 * j, phase], WAIT)
-                use_acc = (chunk > begin) | (j > 0)
-                acc = warpgroup_mma(a, x_tiles.index(j).permute((1, 0)), acc, use_acc=use_acc, is_async=True)
+                acc = warpgroup_mma(a, x_tiles.index(j).permute((1, 0)), acc, is_async=True)
                 # The block before is done: its registers and its place in the ring are free.
                 acc, a_before = warpgroup_mma_wait(1, [acc, a_before])
-                ring_ptx.run([EMPTY + 8 * ((j + 3) % 4), ((chunk > first) | (j > 0)).to(gl.int32)], LEAVE)
+                ring_ptx.run([EMPTY + 8 * ((j + 3) % 4), 1], LEAVE)
                 a_before = a
                 if j == 0:
                     a = _decode(c1, s01 >> 16, to, back, dtype, ROWS, OPERAND, PAIRS, NATURAL, ASM, CONSTRAINTS)
@@ -260,49 +316,65 @@ def _multiply(
             s01 = t01
             s23 = t23
             phase ^= 1
+        acc, a_before = warpgroup_mma_wait(0, [acc, a_before])
         if INSIDE > 1:
-            acc, a_before = warpgroup_mma_wait(0, [acc, a_before])
             total += acc
-    if INSIDE > 1:
-        acc = total
-    acc, a_before = warpgroup_mma_wait(0, [acc, a_before])
-    _wait_for_earlier_kernels()
-    if SPLIT == 1:
-        gl.thread_barrier()  # all have read the ring, in whose place y is put together
-        finish(
-            acc, y_desc, y_ptr, alpha_ptr, x_scale_ptr, bias_ptr, y_tile, m, n, row * ROWS, token * TOKENS, HAS_BIAS,
-            X_BY_ROW, TMA_OUT,
-        )  # fmt: skip
-    else:
-        leave(acc, parts_ptr + (tile * SPLIT + part).to(gl.int64) * (ROWS * TOKENS))
-        meet(counts_ptr + tile * 2, SPLIT)
-        add(
-            y_ptr, alpha_ptr, x_scale_ptr, bias_ptr, parts_ptr + tile.to(gl.int64) * (SPLIT * ROWS * TOKENS), m, n,
-            row * ROWS, token * TOKENS, part, ROWS, TOKENS, SPLIT, HAS_BIAS, X_BY_ROW,
-        )  # fmt: skip
+            if stop == chunks:
+                _wait_for_earlier_kernels()
+                finish(
+                    total, y_desc, y_ptr, alpha_ptr, x_scale_ptr, bias_ptr, y_tile, m, n, row * ROWS, token * TOKENS,
+                    HAS_BIAS, X_BY_ROW, TMA_OUT,
+                )  # fmt: skip
+                total = gl.full([ROWS, TOKENS], -0.0, gl.float32, ACC)
+        else:
+            _wait_for_earlier_kernels()
+            if i < full:
+                finish(
+                    acc, y_desc, y_ptr, alpha_ptr, x_scale_ptr, bias_ptr, y_tile, m, n, row * ROWS, token * TOKENS,
+                    HAS_BIAS, X_BY_ROW, TMA_OUT,
+                )  # fmt: skip
+            elif SPLIT > 1:
+                leave(acc, parts_ptr + gl.program_id(0).to(gl.int64) * (ROWS * TOKENS))
+    stored()
+    if SPLIT > 1:
+        if count > full:
+            row, token = _at(_left_over(each, more, SPLIT), row_tiles, token_tiles, GROUP)
+            group = gl.program_id(0) // SPLIT
+            shares = meet(counts_ptr + group * 2, gl.program_id(0) % SPLIT, SPLIT, PATIENCE)
+            parts_ptr += (group * SPLIT).to(gl.int64) * (ROWS * TOKENS)
+            out_n = n // 8 * 8 if TMA_OUT else n  # the compiler sees what it is a multiple of
+            for rank in range(SPLIT):
+                if (shares >> rank) % 2 == 1:
+                    add(
+                        y_ptr, alpha_ptr, x_scale_ptr, bias_ptr, parts_ptr, y_tile, m, out_n, row * ROWS,
+                        token * TOKENS, rank, ROWS, TOKENS, SPLIT, HAS_BIAS, X_BY_ROW, TMA_OUT,
+                    )  # fmt: skip
+            done(counts_ptr + group * 2, shares, SPLIT)
 
 
-@gluon.jit(do_not_specialize=["m", "n", "row_tiles", "token_tiles", "chunks", "blocks", "tiles16"])
+@gluon.jit(do_not_specialize=["m", "n", "row_tiles", "token_tiles", "each", "more", "chunks", "blocks", "tiles16"])
 def matmul_many(
     x_desc, y_desc, codes_ptr, scales_ptr, y_ptr, alpha_ptr, x_scale_ptr, bias_ptr, parts_ptr, counts_ptr, m, n,
-    row_tiles, token_tiles, chunks, blocks, tiles16, ROWS: gl.constexpr, TOKENS: gl.constexpr, SPLIT: gl.constexpr,
-    INSIDE: gl.constexpr, GROUP: gl.constexpr, NATURAL: gl.constexpr, EVEN: gl.constexpr, HAS_BIAS: gl.constexpr,
-    X_BY_ROW: gl.constexpr, TMA_OUT: gl.constexpr, LANES: gl.constexpr, CODES: gl.constexpr, SCALES: gl.constexpr,
-    PAIRS: gl.constexpr, ASM: gl.constexpr, CONSTRAINTS: gl.constexpr, WAIT: gl.constexpr, LEAVE: gl.constexpr,
-    num_warps: gl.constexpr,
+    row_tiles, token_tiles, each, more, chunks, blocks, tiles16, ROWS: gl.constexpr, TOKENS: gl.constexpr,
+    SPLIT: gl.constexpr, INSIDE: gl.constexpr, GROUP: gl.constexpr, NATURAL: gl.constexpr, PATIENCE: gl.constexpr,
+    EVEN: gl.constexpr, HAS_BIAS: gl.constexpr, X_BY_ROW: gl.constexpr, TMA_OUT: gl.constexpr, LANES: gl.constexpr,
+    CODES: gl.constexpr, SCALES: gl.constexpr, PAIRS: gl.constexpr, ASM: gl.constexpr, CONSTRAINTS: gl.constexpr,
+    WAIT: gl.constexpr, LEAVE: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """row_tiles * token_tiles * SPLIT programs of num_warps warps and one more.
+    """Groups of SPLIT programs of num_warps warps and one more.
 
-    chunks: of 256 values of K; blocks, tiles16: of 64 values and of 16 rows that codes has.
-    EVEN: blocks is a multiple of 4. LANES: of the scales, 32 (NVFP4) or 16 (MXFP4).
+    each, more: whole tiles that each program makes, and how many programs make one more; all tiles where SPLIT is 1.
+    chunks: of 256 values of K; blocks, tiles16: of 64 values and of 16 rows that codes has. EVEN: blocks is a multiple
+    of 4. LANES: of the scales, 32 (NVFP4) or 16 (MXFP4).
     """
-    # One allocation, so that it begins at 0: the ring, what weights change lanes through, and the ring's barriers,
-    # "full" and then "empty".
+    # One allocation, so that it begins at 0: the ring, what weights change lanes through, a tile of y, and the ring's
+    # barriers, "full" and then "empty".
     BARRIERS: gl.constexpr = barriers_at(ROWS, TOKENS, NATURAL)
+    Y_AT: gl.constexpr = y_at(ROWS, TOKENS, NATURAL)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     shared = gl.allocate_shared_memory(gl.int8, [BARRIERS // 1024 + 1, 1024], FLAT)
     x_tiles = shared._reinterpret(x_desc.dtype, [4, TOKENS, 64], x_desc.layout)
-    y_tile = shared._reinterpret(x_desc.dtype, [TOKENS, ROWS], y_desc.layout)
+    y_tile = shared.index(Y_AT // 1024)._reinterpret(x_desc.dtype, [TOKENS, ROWS], y_desc.layout)
     barriers = shared.index(BARRIERS // 1024)._reinterpret(gl.int64, [8, 1], mbarrier.MBarrierLayout())
     for j in gl.static_range(4):
         mbarrier.init(barriers.index(j), count=1)
@@ -318,15 +390,16 @@ def matmul_many(
                 _multiply,
                 (
                     y_desc, codes_ptr, scales_ptr, y_ptr, alpha_ptr, x_scale_ptr, bias_ptr, parts_ptr, counts_ptr,
-                    x_tiles, y_tile, m, n, row_tiles, token_tiles, chunks, blocks, tiles16, ROWS, TOKENS, SPLIT, INSIDE,
-                    GROUP, NATURAL, EVEN, HAS_BIAS, X_BY_ROW, TMA_OUT, LANES, CODES, SCALES, PAIRS, ASM, CONSTRAINTS,
-                    WAIT, LEAVE,
+                    x_tiles, y_tile, m, n, row_tiles, token_tiles, each, more, chunks, blocks, tiles16, ROWS, TOKENS,
+                    SPLIT, INSIDE, GROUP, NATURAL, PATIENCE, EVEN, HAS_BIAS, X_BY_ROW, TMA_OUT, LANES, CODES, SCALES,
+                    PAIRS, ASM, CONSTRAINTS, WAIT, LEAVE,
                 ),
             ),
             (
                 _copy_x,
                 (
-                    x_desc, x_tiles, barriers, row_tiles, token_tiles, chunks, TOKENS, SPLIT, GROUP
+                    x_desc, x_tiles, barriers, row_tiles, token_tiles, each, more, chunks, TOKENS, SPLIT, INSIDE,
+                    GROUP,
                 ),
             ),
         ],
