@@ -137,8 +137,9 @@ def matmul(records: list[dict[str, Any]]) -> str:
         lines.append(f"| {n} × {k} | " + " | ".join(cells) + f" | {share} |")
     first = newest[0]
     lines += ["", f"CUDA graphs, `python -m benchmarks.gpu_matmul` on {_machine(first)}."]
-    # Another machine's times say nothing of these.
-    invariant = [r for r in invariant if all(r[key] == first[key] for key in ("gpu", "driver", "torch", "triton"))]
+    # Another machine's times say nothing of these, nor do those of kernels from before them.
+    alike = [r for r in invariant if all(r[key] == first[key] for key in ("gpu", "driver", "torch", "triton"))]
+    invariant = [r for r in alike if r["run"] >= first["run"]]
     if invariant:
         ran = {(r["n"], r["k"], r["m"]): r for r in fullest(invariant)}
         cost = [_range(ran, found, m) for m in sorted({m for _, _, m in ran.keys() & found.keys()})]

@@ -130,6 +130,7 @@ def test_the_table_of_products_is_of_the_newest_run() -> None:
     assert "NVIDIA X, driver 1.2, torch 2.13, triton 3.6, 2026-01-02" in text
     assert text.endswith("With `batch_invariant` a product takes 1.5 to 1.5 (1 token) times as long.")
     assert "batch_invariant" not in tables.matmul([*new, other])
+    assert "batch_invariant" not in tables.matmul([{**slow, "run": "a"}, *new]), "of kernels from before"
 
 
 def test_the_table_of_models_compares_with_bf16_in_the_same_run() -> None:
