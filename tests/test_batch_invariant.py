@@ -13,6 +13,7 @@ from comparing import assert_same_bits
 from fused_cases import Gpu, K, every_kind, same, tied, x_of
 from quarterturn import MXFP4, NVFP4, hadamard, matrix, random_hadamard
 from quarterturn.backends import Problem, any_torch, cpu_native, gpu_device, gpu_product, gpu_triton, select
+from quarterturn.backends.gpu_matmul import cut_of
 from quarterturn.backends.gpu_matmul_many import invariant_cut
 from quarterturn.errors import BackendRefusal, Refusal
 from quarterturn.formats import FORMATS
@@ -154,6 +155,13 @@ def test_the_parts_of_k_are_the_same_for_every_number_of_rows_and_outputs(k: int
         assert not found.natural
         programs = -(-n // found.rows) * -(-m // found.tokens) * found.split
         assert found.split == 1 or programs <= 132 * found.programs
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (12, 0), (12, 1)])
+@pytest.mark.parametrize("k", [464, 1536, 4096, 8192, 14336])
+def test_elsewhere_k_alone_decides_how_sixteen_rows_are_added(k: int, capability: tuple[int, int]) -> None:
+    cuts = [cut_of(n, k, 16, count, capability) for n in (16, 1024, 4096, 6144, 28672) for count in (56, 108, 170)]
+    assert len({(cut.num_warps, cut.split, cut.chunks) for cut in cuts}) == 1
 
 
 @pytest.mark.parametrize("activations", ["fp4", "bf16"])

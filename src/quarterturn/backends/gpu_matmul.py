@@ -115,7 +115,9 @@ def cut_of(n: int, k: int, m: int, count: int, capability: tuple[int, int]) -> C
         split = -(-chunks // 16)
         cut = Cut(16, split, 1, 2, 4, 1, hopper and split == 2)
     elif chunks > 8:
-        cut = Cut(8, 2, 1, 2, 2, 1, True) if hopper and tiles <= 2 * count else Cut(16, 1, 1, 2, 2, 1, False)
+        # Elsewhere K alone decides how it is added (gpu_product.py).
+        few = capability[0] == 9 and tiles <= 2 * count
+        cut = Cut(8, 2, 1, 2, 2, 1, True) if few else Cut(16, 1, 1, 2, 2, 1, False)
     else:
         cut = Cut(8 if chunks > 4 else 4, 1, 1, 2, 2, 2, False)
     return _fitting(cut, n, m, count, shared)
