@@ -66,23 +66,16 @@ def many_grid(m: int, n: int, k: int, count: int) -> list[gpu_matmul_many.Cut]:
     """The formula's cut, and others that add K in its order."""
     first = gpu_matmul_many.cut(m, n, k, count, False)
     made = [first]
+    if first.rounds:  # another cut would make other tiles in parts
+        return made
     for tokens in (32, 64, 128, 256):
         for rows, programs in ((128, 1), (128, 2), (256, 1)):
             cut = first._replace(rows=rows, tokens=tokens, programs=programs)
             least = 256 * max(tokens // 64, 1) * rows // 128  # threads that sums leave room for
-            if first.rounds or cut == first or tokens >= 4 * m or programs * least > 1024:
-                continue
-            if has_room(cut, m, n, count):
+            fits = tokens < 4 * m and programs * least <= 1024
+            if cut != first and fits and gpu_matmul_many.has_room(cut, m, n, count):
                 made.append(cut)
     return made
-
-
-def has_room(cut: gpu_matmul_many.Cut, m: int, n: int, count: int) -> bool:
-    """Whether the programs of groups run beside each other, and their sums find room in the workspace."""
-    tiles = -(-n // cut.rows) * -(-m // cut.tokens)
-    programs, _, _ = gpu_matmul_many.shares(tiles, cut, count)
-    fits = programs <= cut.programs * count and programs * cut.rows * cut.tokens <= 2 * count * 128 * 128
-    return cut.split == 1 or fits
 
 
 def fastest(

@@ -36,6 +36,15 @@ def test_rows(n: int, k: int, name: str, dtype: torch.dtype, activations: str, r
         assert_rows_alike(layer, x, range(1, 301) if size == 64 else EDGES)
 
 
+@pytest.mark.parametrize(("n", "k"), [(28672, 4096), (17920, 1536)])
+def test_wide_layers(n: int, k: int) -> None:
+    """Parts of K that programs add up by themselves, for few rows too."""
+    with CUDA:
+        layer = layer_of("nvfp4", n, k, backend="gpu_triton", input_transform=random_hadamard(64))
+        x = torch.randn(128, k).to(BF16)
+    assert_rows_alike(layer, x, (1, 16, 33, 64, 128))
+
+
 @pytest.mark.parametrize("activations", ["bf16", "fp4"])
 def test_many_rows(activations: str) -> None:
     """Tiles of 256 tokens, and more than one wave of them."""

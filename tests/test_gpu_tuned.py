@@ -114,6 +114,7 @@ OTHERS = [
     ("few", 8, 28672, 4096, {"num_warps": 4}),
     ("few", 16, 28672, 4096, {"chunks": 4}),
     ("many", 64, 4096, 14336, {"split": 1}),
+    ("many", 256, 28672, 4096, {"tokens": 256}),  # which tiles are in parts follows from everything
 ]
 
 
@@ -210,7 +211,7 @@ def test_the_grid_for_many_tokens_keeps_the_parts(n: int, k: int, m: int) -> Non
     assert (len(cuts) == 1) == (cuts[0].rounds > 0), "other tiles would be added in parts"
     for cut in cuts:
         assert (cut.split, cut.inside, cut.natural) == (cuts[0].split, 1, cuts[0].natural)
-        assert tune.has_room(cut, m, n, 132)
+        assert gpu_matmul_many.has_room(cut, m, n, 132)
         programs, _, _ = gpu_matmul_many.shares(-(-n // cut.rows) * -(-m // cut.tokens), cut, 132)
         assert programs <= 132 * cut.programs
         if cut.split > 1:  # the workspace of gpu_matmul_many.workspace

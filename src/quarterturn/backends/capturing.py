@@ -63,8 +63,8 @@ def lasting(device: torch.device, make: Callable[[], Made]) -> Made:
 
 @lru_cache(maxsize=64)
 def counters_of(device: torch.device) -> int:
-    """int32 numbers that a capture gets, or a stream that keeps its own: two for each tile of a split product, of which
-    there are up to two a multiprocessor (gpu_matmul_many.py); one for each program of another (gpu_matmul.py)."""
+    """int32 numbers that a capture gets, or a stream that keeps its own: two for each group of programs, of which there
+    is up to one a multiprocessor (gpu_matmul_many.py); one for each program of another product (gpu_matmul.py)."""
     return max(_FEWEST, 4 * torch.cuda.get_device_properties(device).multi_processor_count)
 
 

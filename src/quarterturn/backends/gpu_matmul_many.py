@@ -145,10 +145,10 @@ class Workspace(NamedTuple):
 
 def workspace(device: torch.device, counts: Tensor | None = None) -> Workspace:
     """What any product on the device needs; counts: zeros, two a multiprocessor or more, that are there already."""
-    most = 2 * multiprocessors(device)
-    counts = torch.zeros(most, dtype=torch.int32, device=device) if counts is None else counts
-    assert most <= counts.numel(), (most, counts.numel())
-    return Workspace(torch.empty(most * 128 * 128, dtype=torch.float32, device=device), counts)
+    count = multiprocessors(device)
+    counts = torch.zeros(2 * count, dtype=torch.int32, device=device) if counts is None else counts
+    assert 2 * count <= counts.numel(), (2 * count, counts.numel())
+    return Workspace(torch.empty(_sums(count), dtype=torch.float32, device=device), counts)
 
 
 _PATIENCE = 32
@@ -177,11 +177,13 @@ def many(
     if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:
         x = x.clone(memory_format=torch.contiguous_format)
     how = chosen or cut(m, n, k, multiprocessors(x.device), ordered)
-    assert how.inside == 1 or how.split * how.inside <= weight.scales.shape[1], "a part of K without a chunk"
+    chunks = weight.scales.shape[1]
+    assert min(how.split, how.inside) == 1, (how, "parts of parts")
+    assert how.inside <= chunks, (how, chunks, "a part of K without a chunk")
     if not ordered and not how.natural:
         x = order(x)
     tiles16, blocks = weight.codes.shape[:2]
-    assert weight.codes.numel() < 2**31, "places are counted in 32 bits"
+    assert weight.codes.numel() < 2**31, (n, k, "places are counted in 32 bits")
     config = Config(
         x.device, x.dtype, weight.format, how._replace(rounds=0), blocks % 4 == 0, bias is not None,
         x_scale.numel() > 1, n % 8 == 0, m <= how.tokens,
@@ -189,12 +191,13 @@ def many(
     y = x.new_empty(m, n) if out is None else out
     row_tiles, token_tiles = -(-n // how.rows), -(-m // how.tokens)
     programs, each, more = shares(row_tiles * token_tiles, how, multiprocessors(x.device))
+    assert programs * each + more <= row_tiles * token_tiles, (how, row_tiles, token_tiles, "tiles that there are not")
     if how.split > 1:
         assert programs * how.rows * how.tokens <= space.parts.numel(), (how, space.parts.numel())
         assert 2 * programs // how.split <= space.counts.numel(), (how, space.counts.numel())
     launcher(config)(
         programs, x, weight.codes, weight.scales, y, alpha, x_scale, alpha if bias is None else bias,
-        space.parts, space.counts, m, n, row_tiles, token_tiles, each, more, weight.scales.shape[1], blocks, tiles16,
+        space.parts, space.counts, m, n, row_tiles, token_tiles, each, more, chunks, blocks, tiles16,
     )  # fmt: skip
     return y
 
@@ -206,6 +209,18 @@ def shares(tiles: int, how: Cut, multiprocessors: int) -> tuple[int, int, int]:
         return programs, tiles // programs, tiles % programs
     groups = -(-tiles // (how.rounds * how.split + 1))
     return groups * how.split, how.rounds, 0
+
+
+def has_room(how: Cut, m: int, n: int, multiprocessors: int) -> bool:
+    """Whether the programs of groups run beside each other, and their sums find room in the workspace."""
+    programs, _, _ = shares(-(-n // how.rows) * -(-m // how.tokens), how, multiprocessors)
+    sums = programs * how.rows * how.tokens
+    return how.split == 1 or (programs <= how.programs * multiprocessors and sums <= _sums(multiprocessors))
+
+
+def _sums(multiprocessors: int) -> int:
+    """fp32 numbers of a workspace."""
+    return 2 * multiprocessors * 128 * 128
 
 
 class Config(NamedTuple):
@@ -240,7 +255,7 @@ class Config(NamedTuple):
         }  # fmt: skip
 
     def options(self) -> dict[str, Any]:
-        """The compiler's options, and the launch's."""
+        """The compiler's options."""
         most = {"maxnreg": _REGISTERS_OF_TWO} if self.cut.programs == 2 else {}
         return {"enable_fp_fusion": False, **most}
 
@@ -272,7 +287,7 @@ def launcher(config: Config) -> Callable[..., None]:
     index, run, function, metadata = config.device.index, compiled.run, compiled.function, compiled.packed_metadata
     constexprs = [constants[name] for name in kernel.arg_names if name in constants]
     stream_of, by_tma = driver.active.get_current_stream, config.by_tma
-    unused = Described(like, [1024, 1024], [1024, 1])
+    unused = None if by_tma else Described(like, [1024, 1024], [1024, 1])
 
     def start(programs: int, x: Tensor, codes: Tensor, scales: Tensor, y: Tensor, *rest: Any) -> None:
         m, width = x.shape

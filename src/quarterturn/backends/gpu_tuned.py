@@ -71,6 +71,9 @@ def _entry(kernel: str, device: torch.device, tokens: int | None, n: int, k: int
     if found is None:
         return None
     needed, there = _order(kernel, _formula(kernel, device, tokens, n, k)), _order(kernel, found)
+    count = gpu_device.multiprocessors(device)
+    if kernel == "many" and not gpu_matmul_many.has_room(found, tokens, n, count):
+        return None  # measured on one of that name with more multiprocessors
     if there == needed:
         return found
     reason = refusal(

@@ -1,7 +1,7 @@
 """y = x @ w^T for many tokens on Hopper GPUs (sm_90): w in 4 bits as the left operand of wgmma, decoded in registers.
 
-A tile of y^T is ROWS of w by TOKENS of x. Programs stay and make one tile after the other, each over all of K; tiles
-that are left over when no more come out even are made by groups of SPLIT programs, one each, a part of K a program.
+A tile of y^T is ROWS of w by TOKENS of x. Programs stay and make one tile after the other, each over all of K. With
+SPLIT > 1 groups of so many programs make the tiles that are left over then, one each, a part of K a program.
 
     one warp         copies x by TMA into a ring of shared memory, four stages of 64 values of K
     the other warps  load fragments of w a chunk of 256 values ahead of their use, decode a block of 64 while wgmma
@@ -186,7 +186,7 @@ def _at(tile, row_tiles, token_tiles, GROUP: gl.constexpr):
 
 @gluon.constexpr_function
 def barriers_at(rows, tokens, natural):
-    """The byte of shared memory behind the ring, a tile of y, and what weights change lanes through."""
+    """The byte of shared memory behind the ring, what weights change lanes through, and a tile of y."""
     return y_at(rows, tokens, natural) + 2 * rows * tokens
 
 
@@ -273,8 +273,6 @@ def _multiply(
     EMPTY: gl.constexpr = FULL + 32
     count, full = _count(row_tiles * token_tiles, each, more, SPLIT, INSIDE)
     row, _, begin, _ = _piece(0, full, row_tiles, token_tiles, each, more, chunks, SPLIT, INSIDE, GROUP)
-    # A program without work reads what the first has.
-    row = gl.minimum(row, row_tiles - 1)
     codes, scales = _fragments(row, blocks, chunks, tiles16, ROWS, LANES, CODES, SCALES)
     c0, c1, c2, c3, s01, s23 = _load(codes_ptr, scales_ptr, codes, scales, begin, blocks, LANES, EVEN)
     to, back = _places(c0, TOKENS * 512)

@@ -20,10 +20,12 @@ def finish(
     ROWS: gl.constexpr = acc.shape[0]
     TOKENS: gl.constexpr = acc.shape[1]
     row = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, acc.type.layout))
-    token = first_token + gl.arange(0, TOKENS, gl.SliceLayout(0, acc.type.layout))
     alpha = gl.load(alpha_ptr + row, mask=row < n, other=0.0)
     if X_BY_ROW:
-        acc *= alpha[:, None] * gl.load(x_scale_ptr + token, mask=token < m, other=0.0)[None, :]
+        # By one thread each: as the accumulator has them, their addresses take registers that the loop needs.
+        token = first_token + gl.arange(0, TOKENS, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+        x_scale = gl.load(x_scale_ptr + token, mask=token < m, other=0.0)
+        acc *= alpha[:, None] * gl.convert_layout(x_scale, gl.SliceLayout(0, acc.type.layout))[None, :]
     else:
         acc *= (alpha * gl.load(x_scale_ptr))[:, None]
     if HAS_BIAS:
@@ -60,7 +62,7 @@ def _by_lane(acc):
 
 
 @gluon.jit
-def _places(z):
+def _where(z):
     """For elements of what `_by_lane` gives: which 8 tokens, and where among the sums of those."""
     L: gl.constexpr = z.type.layout
     r = gl.arange(0, z.shape[0], gl.SliceLayout(1, gl.SliceLayout(2, L)))[:, None, None]
@@ -73,7 +75,7 @@ def _places(z):
 def leave(acc, part_ptr):
     """The accumulator to memory: 8 tokens after the other, of each 16 rows after the other, in the order of lanes."""
     z = _by_lane(acc)
-    group, at = _places(z)
+    group, at = _where(z)
     gl.store(part_ptr + (group * (acc.shape[0] * 8) + at), z)
 
 
@@ -145,11 +147,11 @@ def add(
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, 8 * COUNT, 16])
     # -0: any number is added to it exactly
     total = _by_lane(gl.full([ROWS, 8 * COUNT], -0.0, gl.float32, ACC))
-    number, at = _places(total)
+    number, at = _where(total)
     eight = rank + number * SPLIT
     for p in gl.static_range(SPLIT):
         there = parts_ptr + (p * (ROWS * TOKENS) + eight * (ROWS * 8) + at)
-        total += gl.load(there, mask=(eight < EIGHTS) & (at >= 0), other=0.0, cache_modifier=".cg")
+        total += gl.load(there, mask=eight < EIGHTS, other=0.0, cache_modifier=".cg")
     y = total.reshape([ROWS // 16, 8, COUNT, 4, 2, 2]).permute((0, 4, 1, 2, 3, 5)).reshape([ROWS, 8 * COUNT])
     y = gl.convert_layout(y, ACC, assert_trivial=True)
 
