@@ -28,7 +28,7 @@ from quarterturn.backends.gpu_matmul_many import (
     workspace,
 )  # fmt: skip
 from quarterturn.formats import MXFP4, NVFP4, FP4Format
-from quarterturn.kernels import decode_fragments, matmul_many, order_tokens, ring_ptx
+from quarterturn.kernels import decode_fragments, matmul_many, matmul_operand, order_tokens, ring_ptx
 from quarterturn.weight_layout import Fragments
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -273,12 +273,12 @@ def test_instructions_and_loads_a_weight(compiled: tuple[Cut, Compiled], request
 
 @pytest.mark.parametrize("capability", [80, 90, 100, 120])
 def test_decoding_and_ordering_move_16_bytes_at_a_time(capability: int) -> None:
-    asm, constraints = matmul_many.decode_asm(NVFP4, False)
+    asm, constraints = matmul_operand.decode_asm(NVFP4, False)
     code = compile_kernel(
         decode_fragments.decode_fragments,
         {**dict.fromkeys(("codes_ptr", "scales_ptr", "out_ptr"), "*i32"),
          **dict.fromkeys(("tiles", "blocks", "chunks"), "i32")},
-        {"LANES": 32, "CODES": matmul_many.fragment_layout(64, 4, 4), "ASM": asm, "CONSTRAINTS": constraints,
+        {"LANES": 32, "CODES": matmul_operand.fragment_layout(64, 4, 4), "ASM": asm, "CONSTRAINTS": constraints,
          "ROWS": 64, "P": decode_fragments.store_layout(64)}, capability,
     )  # fmt: skip
     assert (code.global_stores, code.global_loads[128], code.stack) == ({128: 4}, 1, 0), code.summary()

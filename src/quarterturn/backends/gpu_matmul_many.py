@@ -239,18 +239,18 @@ class Config(NamedTuple):
 
     def constants(self) -> dict[str, Any]:
         """The constexpr arguments of the kernel."""
-        from ..kernels import matmul_many as kernels
+        from ..kernels import matmul_operand as operand
         from ..kernels import ring_ptx
 
         rows, tokens, split, natural, _, inside, _ = self.cut
         warps = self.cut.num_warps
-        asm, constraints = kernels.decode_asm(self.format, self.dtype == torch.float16, natural)
+        asm, constraints = operand.decode_asm(self.format, self.dtype == torch.float16, natural)
         return {
             "ROWS": rows, "TOKENS": tokens, "SPLIT": split, "INSIDE": inside, "GROUP": 1 if self.one else _GROUP,
             "NATURAL": natural, "PATIENCE": _PATIENCE, "EVEN": self.even, "HAS_BIAS": self.bias,
             "X_BY_ROW": self.by_row, "TMA_OUT": self.by_tma, "LANES": 16 if self.format == MXFP4 else 32,
-            "CODES": kernels.fragment_layout(rows, 4, warps), "SCALES": kernels.fragment_layout(rows, 2, warps),
-            "PAIRS": kernels.pair_layout(rows, warps), "ASM": asm, "CONSTRAINTS": constraints, "num_warps": warps,
+            "CODES": operand.fragment_layout(rows, 4, warps), "SCALES": operand.fragment_layout(rows, 2, warps),
+            "PAIRS": operand.pair_layout(rows, warps), "ASM": asm, "CONSTRAINTS": constraints, "num_warps": warps,
             "WAIT": ring_ptx.wait_asm(), "LEAVE": ring_ptx.leave_asm(),
         }  # fmt: skip
 
@@ -350,7 +350,7 @@ def by_library(
 def decode(weight: Fragments, dtype: torch.dtype, first: int, count: int, out: Tensor) -> None:
     """`count` tiles of 16 rows from tile `first` on -> out (16 * count or more, blocks * 64), * 2^-exponent."""
     from ..kernels.decode_fragments import decode_fragments, store_layout
-    from ..kernels.matmul_many import decode_asm, fragment_layout
+    from ..kernels.matmul_operand import decode_asm, fragment_layout
 
     blocks, chunks = weight.codes.shape[1], weight.scales.shape[1]
     asm, constraints = decode_asm(weight.format, dtype == torch.float16)

@@ -28,7 +28,7 @@ def decode_fragments(
     codes_ptr, scales_ptr, out_ptr, tiles, blocks, chunks, LANES: gl.constexpr, CODES: gl.constexpr, ASM: gl.constexpr,
     CONSTRAINTS: gl.constexpr, ROWS: gl.constexpr, P: gl.constexpr,
 ):  # fmt: skip
-    """Programs (blocks, tiles * 16 / ROWS), a block of ROWS rows. CODES, ASM: see matmul_many.py. P: store_layout."""
+    """Programs (blocks, tiles * 16 / ROWS), a block of ROWS rows. CODES, ASM: matmul_operand.py. P: store_layout."""
     T: gl.constexpr = ROWS // 16
     block = gl.program_id(0)
     tile = gl.program_id(1) * T + gl.arange(0, T, gl.SliceLayout(1, gl.SliceLayout(2, CODES)))[:, None, None]

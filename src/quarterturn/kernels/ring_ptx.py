@@ -46,7 +46,7 @@ def exchange(pairs: Sequence[str], out: Sequence[str], to: str, back: str) -> li
     """The pairs of a block that a lane decoded -> those that wgmma takes of it where K is in its natural order.
 
     A lane 4g+q has pairs j = 0 to 7 of rows r = g and g + 8 of its warp, 2j+r, which are pairs 8q+j of the row. It
-    gets pairs 8t+q and 8t+4+q of both rows, for t = 0 to 3, as 4t+r and 4t+2+r. to, back: see matmul_many._places.
+    gets pairs 8t+q and 8t+4+q of both rows, for t = 0 to 3, as 4t+r and 4t+2+r. to, back: see matmul_operand.places.
     """
     lines = [".reg .b32 to<2>, back<4>;", "mov.u32 to0, global_smem;", f"add.u32 back0, to0, {back};"]
     # No lane writes before all have read what the last block left.
