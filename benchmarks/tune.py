@@ -69,9 +69,9 @@ def many_grid(m: int, n: int, k: int, count: int) -> list[gpu_matmul_many.Cut]:
     if first.rounds:  # another cut would make other tiles in parts
         return made
     for tokens in (32, 64, 128, 256):
-        for rows, programs in ((128, 1), (128, 2), (256, 1)):
-            cut = first._replace(rows=rows, tokens=tokens, programs=programs)
-            least = 256 * max(tokens // 64, 1) * rows // 128  # threads that sums leave room for
+        for programs in (1, 2):
+            cut = first._replace(tokens=tokens, programs=programs)
+            least = 256 * max(tokens // 64, 1)  # threads that sums leave room for
             fits = tokens < 4 * m and programs * least <= 1024
             if cut != first and fits and gpu_matmul_many.has_room(cut, m, n, count):
                 made.append(cut)

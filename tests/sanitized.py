@@ -106,7 +106,7 @@ def matmul_many() -> None:
             for m in (17, 60, 300):
                 x, one = torch.randn(m, k, device="cuda").to(BF16), torch.rand(m, device="cuda")
                 by_library(x, weight, alpha, one, alpha)
-                for split in (1, 2, 4) if hopper else ():
+                for split in (1, 2, 4, 8) if hopper else ():
                     cut = ManyCut(128, 64, split, False, 2)
                     many(x, weight, alpha, one, alpha, workspace(x.device), chosen=cut)
                 if hopper:

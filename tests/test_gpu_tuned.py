@@ -148,6 +148,17 @@ def test_fewer_tokens_that_the_formula_cuts_otherwise_are_cut_by_it(tables: Path
         assert gpu_tuned.many_cut(GPU, m, n, k) == (tuned if order == orders[2048] else None)
 
 
+def test_a_cut_for_more_multiprocessors_is_left_out(tables: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a process was given a part of the device; not because of its order, of which a warning would tell."""
+    tuned = gpu_matmul_many.cut(64, 4096, 14336, H200[0], False)._replace(programs=1)
+    assert tuned.split == 8
+    tune.write(NAME, "many", entry(tuned, 64, 4096, 14336), {})
+    for count, found in ((2 * H200[0], tuned), (H200[0], None)):
+        monkeypatch.setattr(gpu_device, "multiprocessors", lambda device, count=count: count)
+        gpu_tuned.forget()
+        assert gpu_tuned.many_cut(GPU, 64, 4096, 14336) == found
+
+
 def test_where_groups_follow_rounds_every_other_tile_is_another_order() -> None:
     cut = gpu_matmul_many.Cut(128, 128, 2, False, 1, rounds=1)
     others = [cut._replace(tokens=256), cut._replace(programs=2), cut._replace(rounds=2), cut._replace(rounds=0)]

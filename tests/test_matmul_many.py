@@ -222,11 +222,12 @@ def compiled(request: pytest.FixtureRequest) -> tuple[Cut, Compiled]:
 
 def test_nothing_spills_in_the_loop(compiled: tuple[Cut, Compiled], request: pytest.FixtureRequest) -> None:
     """One cut excepted, by a store and a load in 364. What is kept from one piece of work for the next may wait in
-    memory."""
-    _, code = compiled
-    most = {"256 tokens, natural order, split": 2}.get(request.node.callspec.id, 0)
+    memory where two programs share the registers, and where sizes are odd."""
+    how, code = compiled
+    name = request.node.callspec.id
+    most = {"256 tokens, natural order, split": 2}.get(name, 0)
     assert len([i for i in main_loop(code) if i.name in ("LDL", "STL")]) <= most, code.summary()
-    assert code.stack <= 200, code.summary()
+    assert code.stack <= (200 if how.programs == 2 else 72 if "odd" in name else 8), code.summary()
 
 
 def test_no_warp_waits_for_all_others_in_the_loop(compiled: tuple[Cut, Compiled]) -> None:

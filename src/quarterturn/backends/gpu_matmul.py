@@ -116,8 +116,8 @@ def cut_of(n: int, k: int, m: int, count: int, capability: tuple[int, int]) -> C
         cut = Cut(16, split, 1, 2, 4, 1, hopper and split == 2)
     elif chunks > 8:
         # Elsewhere K alone decides how it is added (gpu_product.py).
-        few = capability[0] == 9 and tiles <= 2 * count
-        cut = Cut(8, 2, 1, 2, 2, 1, True) if few else Cut(16, 1, 1, 2, 2, 1, False)
+        pairs = capability[0] == 9 and tiles <= 2 * count
+        cut = Cut(8, 2, 1, 2, 2, 1, True) if pairs else Cut(16, 1, 1, 2, 2, 1, False)
     else:
         cut = Cut(8 if chunks > 4 else 4, 1, 1, 2, 2, 2, False)
     return _fitting(cut, n, m, count, shared)

@@ -63,7 +63,8 @@ def file_of(name: str) -> Path:
 
 @lru_cache(maxsize=4096)
 def _entry(kernel: str, device: torch.device, tokens: int | None, n: int, k: int) -> Any:
-    """The cut of a table; None, with a warning, for one that would change results."""
+    """The cut of a table; None for one that this GPU has no room for, and, with a warning, for one that would change
+    results."""
     if device.type != "cuda" or tokens is None:
         return None
     name = torch.cuda.get_device_name(device)

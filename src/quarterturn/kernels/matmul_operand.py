@@ -15,7 +15,7 @@ def decode_asm(fmt: FP4Format, half: bool, natural: bool = False) -> tuple[str, 
 
     Output 2j+r is pair j of row r; inputs 16 and 17 are the first words of the rows, 18 and 19 the second ones, 20 the
     scale bytes of the rows. natural: the pairs that wgmma takes where x is in its natural order; inputs 22 and 24 are
-    a lane's places to write to and to read from (exchange_asm).
+    a lane's places to write to and to read from (ring_ptx.exchange).
     """
     lines = ["{", ".reg .b32 t, u, c0, c1, s, negative_zero, v<16>;", "mov.b32 negative_zero, 0x80008000;"]
     for r in range(2):
