@@ -157,7 +157,8 @@ class Tiling:
 
     No tile in flight: a program has one tile, which its threads copy themselves. parts: programs that share a tile,
     each with columns of its own. from_registers: x is multiplied from registers. pdl: the launch may begin while the
-    kernel before it still runs (programmatic dependent launch), and with tiles in flight read the matrix.
+    kernel before it still runs (programmatic dependent launch), and with tiles in flight read the matrix. early: the
+    kernel behind may begin before that one has ended too; without tiles in flight.
     """
 
     block: int
@@ -167,6 +168,7 @@ class Tiling:
     parts: int = 1
     from_registers: bool = False
     pdl: bool = False
+    early: bool = False
 
 
 _FEW = 64 * 128
@@ -182,8 +184,15 @@ def few_columns(tiles: int, blocked: bool, codes_of_two: bool, ordered: bool = F
     return 64 if codes_of_two or ordered or (blocked and tiles >= 32) else 32
 
 
-def few_tiling(width: int, columns: int) -> Tiling:
-    return Tiling(64, 0, 4, 4, parts=width // columns, pdl=True)
+_EARLY = 4096
+"""K up to which the product behind few values may take its place, and read its weights, before the kernel before them
+has ended. It gains 0.3 to 1.2 us there (docs/notes.md); with more programs than a few, which its places lack, it
+loses."""
+
+
+def few_tiling(width: int, columns: int, k: int) -> Tiling:
+    """k: values of a row of x."""
+    return Tiling(64, 0, 4, 4, parts=width // columns, pdl=True, early=k <= _EARLY)
 
 
 def tiling(width: int, pieces: int, output: int, size: int | None = None) -> Tiling:
@@ -261,7 +270,7 @@ class HopperConfig(NamedTuple):
         return {
             "WIDTH": self.width, "PIECES": self.pieces, "BLOCK": block, "STAGES": self.tiling.stages,
             "PARTS": self.tiling.parts, "FROM_REGISTERS": self.tiling.from_registers,
-            "PDL": self.tiling.pdl, "launch_pdl": self.tiling.pdl, "OUTPUT": self.output, "BLOCKED": self.blocked,
+            "PDL": self.tiling.pdl, "EARLY": self.tiling.early, "launch_pdl": self.tiling.pdl, "OUTPUT": self.output, "BLOCKED": self.blocked,
             "GROUP": self.group,
             "STORE_LAYOUT": layout_of(self.output, self.ordered, block, columns, warps),
             "ORDER_ASM": asm.order_asm(self.half) if self.ordered else (),
@@ -312,7 +321,7 @@ def _make_launch(task: Task, pieces: Pieces) -> _Launch:
     near = of_two and task.group == 16
     count, width = operand.shape[0], operand.shape[2]
     units, per_row = x.numel() // width, x.shape[1] // width
-    cut = few_tiling(width, min(width, columns)) if few else tiling(width, count, task.output, pieces.size)
+    cut = few_tiling(width, min(width, columns), x.shape[1]) if few else tiling(width, count, task.output, pieces.size)
     if not few and not pieces.ready:
         cut = replace(cut, pdl=False)
     half = x.dtype == torch.float16

@@ -116,8 +116,8 @@ def cut_of(n: int, k: int, m: int, count: int, capability: tuple[int, int]) -> C
         cut = Cut(16, split, 1, 2, 4, 1, hopper and split == 2)
     elif chunks > 8:
         # Elsewhere K alone decides how it is added (gpu_product.py).
-        pairs = capability[0] == 9 and tiles <= 2 * count
-        cut = Cut(8, 2, 1, 2, 2, 1, True) if pairs else Cut(16, 1, 1, 2, 2, 1, False)
+        short = capability[0] == 9 and tiles <= 4 * count
+        cut = Cut(8, 1, 2, 2, 4, 1, False) if short else Cut(16, 1, 1, 2, 4, 1, False)
     else:
         cut = Cut(8 if chunks > 4 else 4, 1, 1, 2, 2, 2, False)
     return _fitting(cut, n, m, count, shared)
@@ -227,6 +227,15 @@ def constants(config: Config) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _alone(programs: int, capability: tuple[int, int]) -> int:
+    """Shared memory with which not one program more finds its place on a multiprocessor.
+
+    Where launches overlap, programs of the one behind would take the places that are left, two on one multiprocessor
+    and none where the rotation before them still runs: the slowest has twice the work.
+    """
+    return (_SHARED.get(capability, _SHARED_ELSEWHERE) + 1) * 1024 // (programs + 1) - 1024 + 128
+
+
 @lru_cache(maxsize=512)
 def launcher(config: Config) -> Callable[..., None]:
     """The kernel of a configuration, compiled at the first call and launched with little Python after that."""
@@ -246,6 +255,8 @@ def launcher(config: Config) -> Callable[..., None]:
     gpu_device.share_all_memory(compiled.function)
     index, run, function = config.device.index, compiled.run, compiled.function
     num_warps, _, shared = compiled.packed_metadata
+    if config.after:
+        shared = max(shared, _alone(config.cut.programs, gpu_device.capability(config.device)))
     # The kernel is one of a single program; launched as clusters of `split`, whose size the launcher takes from here.
     cluster, across = (config.cut.split, 1) if config.cut.cluster else (1, config.cut.split)
     metadata = (num_warps, cluster, shared)

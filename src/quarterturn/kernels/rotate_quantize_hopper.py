@@ -91,6 +91,7 @@ def rotate_quantize_hopper(
     PARTS: gl.constexpr,
     FROM_REGISTERS: gl.constexpr,
     PDL: gl.constexpr,
+    EARLY: gl.constexpr,
     OUTPUT: gl.constexpr,
     BLOCKED: gl.constexpr,
     GROUP: gl.constexpr,
@@ -126,7 +127,11 @@ def rotate_quantize_hopper(
     # The kernel before may still run: but for pieces, which were there before it, nothing is read or written until it
     # has ended.
     if PDL and STAGES == 0:
+        if EARLY:
+            gdc_launch_dependents()  # the kernel behind may start, and wait in the same way
         gdc_wait()
+        if not EARLY:
+            gdc_launch_dependents()
     x_tiles = gl.allocate_shared_memory(dtype, [max(STAGES, 1), BLOCK, WIDTH], x_desc.layout)
     pieces = gl.allocate_shared_memory(dtype, [PIECES, COLUMNS, WIDTH], pieces_desc.layout)
     arrived = gl.allocate_shared_memory(gl.int64, [STAGES + 1, 1], mbarrier.MBarrierLayout())
@@ -176,8 +181,6 @@ def rotate_quantize_hopper(
         async_copy.wait_group(0)
         fence_async_shared()
         gl.thread_barrier()
-        if PDL:
-            gdc_launch_dependents()  # the kernel behind may start, and wait in the same way
     else:
         mbarrier.wait(arrived.index(STAGES), 0)
 
