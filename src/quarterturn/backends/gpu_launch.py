@@ -270,8 +270,8 @@ class HopperConfig(NamedTuple):
         return {
             "WIDTH": self.width, "PIECES": self.pieces, "BLOCK": block, "STAGES": self.tiling.stages,
             "PARTS": self.tiling.parts, "FROM_REGISTERS": self.tiling.from_registers,
-            "PDL": self.tiling.pdl, "EARLY": self.tiling.early, "launch_pdl": self.tiling.pdl, "OUTPUT": self.output, "BLOCKED": self.blocked,
-            "GROUP": self.group,
+            "PDL": self.tiling.pdl, "EARLY": self.tiling.early, "launch_pdl": self.tiling.pdl, "OUTPUT": self.output,
+            "BLOCKED": self.blocked, "GROUP": self.group,
             "STORE_LAYOUT": layout_of(self.output, self.ordered, block, columns, warps),
             "ORDER_ASM": asm.order_asm(self.half) if self.ordered else (),
             "REPAIR": repair > 0, "NEAR": self.near, "AMAX_ASM": amax[0], "AMAX_CONSTRAINTS": amax[1],
