@@ -252,11 +252,11 @@ def launcher(config: Config) -> Callable[..., None]:
         launch_pdl=config.after,
     )  # fmt: skip
     compiled._init_handles()
-    gpu_device.share_all_memory(compiled.function)
     index, run, function = config.device.index, compiled.run, compiled.function
     num_warps, _, shared = compiled.packed_metadata
     if config.after:
         shared = max(shared, _alone(config.cut.programs, gpu_device.capability(config.device)))
+    gpu_device.share_all_memory(function, shared)
     # The kernel is one of a single program; launched as clusters of `split`, whose size the launcher takes from here.
     cluster, across = (config.cut.split, 1) if config.cut.cluster else (1, config.cut.split)
     metadata = (num_warps, cluster, shared)
