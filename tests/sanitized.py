@@ -101,7 +101,7 @@ def matmul_few() -> None:
 def matmul_many() -> None:
     hopper = capability(torch.device("cuda", torch.cuda.current_device()))[0] == 9
     for fmt in FORMATS.values():
-        for n, k in ((464, 1088), (333, 2064)):
+        for n, k in ((464, 1088), (333, 2080)):
             weight, alpha = fragments(n, k, fmt), torch.rand(n, device="cuda")
             for m in (17, 60, 300):
                 x, one = torch.randn(m, k, device="cuda").to(BF16), torch.rand(m, device="cuda")
