@@ -15,6 +15,7 @@ import fused_cases
 from comparing import assert_same_bits
 from fused_cases import BF16, SIZES, Attention, Gpu, K, every_kind, is_fused, layer_of, same, tied, x_of
 from quarterturn import FP4Linear, hadamard, random_hadamard, sharing
+from quarterturn.backends import gpu_device, gpu_product
 from quarterturn.sharing import Place, tie
 
 called, gpu = fused_cases.called, fused_cases.gpu
@@ -33,6 +34,39 @@ def test_one_product_gives_what_layers_alone_give(gpu: Gpu, options) -> None:
             same(got, alone(x), str(shape))
             assert len(made) == (2 if x.numel() else 0), made
             assert got[0].shape == (*shape, SIZES[0])
+
+
+@every_kind
+def test_products_that_fill_the_device_are_each_their_own(gpu: Gpu, options, monkeypatch: pytest.MonkeyPatch) -> None:
+    together, alone = tied(**options)
+    assert is_fused(together)
+    asked = []
+
+    def fills(device: torch.device, m: int, n: int) -> bool:
+        asked.append((m, n))
+        return m >= 18
+
+    monkeypatch.setattr(gpu_product, "fills", fills)
+    with torch.no_grad():
+        for shape, alone_too in (((17,), False), ((18,), True), ((2, 9), True), ((0,), False)):
+            x = x_of(*shape)
+            gpu.products.clear(), gpu.turned.clear()
+            got = together(x)
+            made, turned = list(gpu.products), list(gpu.turned)
+            same(got, alone(x), str(shape))
+            assert len(made) == (0 if not x.numel() else 4 if alone_too else 2), made
+            assert [y.shape for y in got[:3]] == [(*shape, n) for n in SIZES]
+            assert all(y.is_contiguous() for y in got[:3]) == (alone_too or not x.numel())
+            assert len(turned) in (0, 2)
+    assert {n for _, n in asked} == {min(SIZES)}
+
+
+def test_how_many_rows_fill_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_device, "multiprocessors", lambda device: 132)
+    device = torch.device("cuda", 0)
+    assert [gpu_product.fills(device, m, 14336) for m in (16, 1024, 1206, 1207, 4096)] == [False] * 3 + [True] * 2
+    assert not gpu_product.fills(device, 4096, 4096)  # 512 tiles, 3.9 for each
+    assert not gpu_product.fills(torch.device("cpu"), 128, 4096)
 
 
 def test_the_input_is_turned_once_before_and_after(gpu: Gpu) -> None:

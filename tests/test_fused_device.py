@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from quarterturn import FP4Linear, compile_options, random_hadamard
-from quarterturn.backends import gpu_product, gpu_triton
+from quarterturn.backends import gpu_device, gpu_product, gpu_triton
 from quarterturn.formats import FORMATS
 from quarterturn.sharing import place_of, tie
 from test_gpu_product import weight_of
@@ -121,6 +121,21 @@ def test_one_launch_of_each(m: int, products: list[int]) -> None:
         products.clear()
         together(x)
     assert products == [0, sum(SIZES), 0, K]
+
+
+@pytest.mark.parametrize("activations", ["bf16", "fp4"])
+def test_products_that_fill_the_device_are_each_their_own(activations: str, products: list[int]) -> None:
+    together, alone = tied(activations=activations)
+    m = 4 * 128 * 256 * gpu_device.multiprocessors(torch.device("cuda", 0)) // min(SIZES) + 1
+    with torch.no_grad():
+        for rows, number in ((m - 1, 1), (m, 3)):
+            x = torch.randn(rows, K, device="cuda").to(BF16)
+            products.clear()
+            got = [layer(x) for layer in together.layers()]
+            assert len([n for n in products if n]) == number, products
+            assert all(y.is_contiguous() for y in got) == (number == 3)
+            if number == 3:
+                assert all(torch.equal(y, layer(x)) for y, layer in zip(got, alone.layers(), strict=True))
 
 
 def captured(run: Callable[[], list[Tensor]]) -> tuple[torch.cuda.CUDAGraph, list[Tensor]]:

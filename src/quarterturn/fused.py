@@ -7,7 +7,8 @@ theirs, so that nothing is held twice. A part is multiplied by itself where it h
 | joined are   | layers of one input side (transform, quantizer) and format, without output transforms, all with a   |
 |              | bias of one dtype or all without; all N but one multiples of 64; weights that no graph has captured |
 | results      | are what each layer by itself gives, but for the order of sums: how a product is cut depends on N,  |
-|              | unless it is batch-invariant. They are slices of one tensor: their rows lie apart                   |
+|              | unless it is batch-invariant. They are slices of one tensor: their rows lie apart, and what reads   |
+|              | them next is slower for it. So with many rows, where one product saves nothing, each has its own    |
 | loaded again | a part is written in its place, where captured graphs read it; its bias and scales too, so call     |
 |              | `refresh` after writing to them in place                                                            |
 """
@@ -181,7 +182,7 @@ def _can_be_joined(members: Sequence[Member], plans: Sequence[LayerPlan]) -> boo
 
 def together(backend: Backend, leader: Layer, parts: Sequence[Part | None]) -> Together | None:
     """Layers whose weights lie behind each other as one function of x, by the input side of the first; None where they
-    do not. Its results are slices of one."""
+    do not. Its results are slices of one tensor, but where each layer's product fills the device."""
     known = [part for part in parts if part is not None]
     if len(known) < len(parts) or len({part.whole for part in known}) != 1:
         return None
@@ -189,13 +190,20 @@ def together(backend: Backend, leader: Layer, parts: Sequence[Part | None]) -> T
     if any(a.first + a.count != b.first for a, b in pairwise(ordered)):
         return None
     whole, first, count = known[0].whole, ordered[0].first, sum(part.count for part in known)
-    bias = None if whole.bias is None else whole.bias[first : first + count]
-    layer = replace(leader, weight=whole.weight((first, count)), bias=bias, output_blocks=None, kept={})
+
+    def layer_of(first: int, count: int) -> Layer:
+        bias = None if whole.bias is None else whole.bias[first : first + count]
+        return replace(leader, weight=whole.weight((first, count)), bias=bias, output_blocks=None, kept={})
+
+    layer, apart = layer_of(first, count), [layer_of(*part.rows) for part in known]
     places = [(part.first - first, part.first - first + part.count) for part in known]
+    narrowest = min(part.count for part in known)
 
     def run(x: Tensor) -> list[Tensor]:
-        y = compose.product(backend, compose.operand(backend, compose.rows(x), layer), layer)
-        y = y.view(*x.shape[:-1], count)
+        taken = compose.operand(backend, compose.rows(x), layer)
+        if gpu_product.fills(x.device, taken.rows, narrowest):
+            return [compose.product(backend, taken, part).view(*x.shape[:-1], part.weight.n) for part in apart]
+        y = compose.product(backend, taken, layer).view(*x.shape[:-1], count)
         return [y[..., start:end] for start, end in places]
 
     return run

@@ -95,6 +95,18 @@ def takes_order(x: Tensor, fmt: FP4Format, invariant: bool = False) -> bool:
     return x.is_cuda and _hopper(x) and of_values and (invariant or x.shape[0] > MOST_TOKENS)
 
 
+def fills(device: torch.device, m: int, n: int) -> bool:
+    """Whether a product of m rows and n outputs keeps a device busy for several rounds of tiles: one of more outputs
+    then takes no less time for each."""
+    return m * n >= _FILLED and m * n >= _ROUNDS * _TILE * gpu_device.multiprocessors(device)
+
+
+_ROUNDS = 4
+_TILE = 128 * 256
+_FILLED = 1 << 22
+"""No GPU of 32 multiprocessors or more is filled by less: looked at first, since few rows count microseconds."""
+
+
 def matmul(
     x: Tensor,
     x_tensor_scale: Tensor | None,
