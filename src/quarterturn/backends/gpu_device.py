@@ -80,14 +80,15 @@ class Described(NamedTuple):
     padding: str = "zero"
 
 
-def share_all_memory(function: int, asked: int = 0) -> None:
+def share_all_memory(function: int, most: int = 0) -> None:
     """Ask the driver for all the shared memory that a multiprocessor can have: several programs are to fit on it.
-    asked: bytes that a launch will ask for, where that is more than the compiled kernel needs."""
+    most: bytes that any launch of this function may ask for, where that is more than the compiled kernel needs. One
+    function can serve several configurations, and the driver keeps the last number it is given."""
     most_dynamic, preferred_carveout, percent = 8, 9, 100
     driver, kernel = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p(function)
     driver.cuFuncSetAttribute(kernel, preferred_carveout, percent)
-    if asked:
-        driver.cuFuncSetAttribute(kernel, most_dynamic, asked)
+    if most:
+        driver.cuFuncSetAttribute(kernel, most_dynamic, most)
 
 
 def require_barriers(operation: str, compiled: Any, byte: int, do: str) -> None:
