@@ -78,8 +78,7 @@ def many_grid(m: int, n: int, k: int, count: int) -> list[gpu_matmul_many.Cut]:
     for tokens in (32, 64, 128, 256):
         for programs in (1, 2):
             cut = first._replace(tokens=tokens, programs=programs)
-            least = 256 * max(tokens // 64, 1)  # threads that sums leave room for
-            fits = tokens < 4 * m and programs * least <= 1024
+            fits = tokens < 4 * m and (programs == 1 or tokens <= 64)  # registers of two programs hold no more sums
             if cut != first and fits and gpu_matmul_many.has_room(cut, m, n, count):
                 made.append(cut)
     return made

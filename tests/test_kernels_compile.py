@@ -183,7 +183,7 @@ with all."""
 
 def plain(width: int, pieces: int, output: int, columns: int = 0) -> HopperConfig:
     """NVFP4 as its tiling cuts it; columns: where there are few values."""
-    cut = few_tiling(width, columns, k=4096) if columns else tiling(width, pieces, output)
+    cut = few_tiling(width, columns, rows=16, k=4096) if columns else tiling(width, pieces, output)
     return hopper(
         cut, width, pieces, output, half=pieces == 2 and output != CODES, near=pieces == 2 and output == CODES
     )
@@ -205,13 +205,15 @@ OTHER = {
     "R = 16": hopper(T64, 64, 1, CODES, size=16),
     "R = 16, dense": hopper(T64, 64, 2, CODES, size=16, near=True),
     "R = 16, mxfp4, dense": hopper(T64, 64, 2, CODES, size=16, group=32),
-    "R = 16, mxfp4, floor, few": hopper(few_tiling(64, 32, k=8192), 64, 1, CODES, size=16, group=32, rule="floor"),
+    "R = 16, mxfp4, floor, few": hopper(
+        few_tiling(64, 32, rows=16, k=8192), 64, 1, CODES, size=16, group=32, rule="floor"
+    ),
     "R = 32, values, fp16": hopper(T64, 64, 1, VALUES, size=32, half=True),
     "R = 32, rotated": hopper(Tiling(128, 2, 4, 4), 64, 1, ROTATED, size=32),
     "R = 32, dense": hopper(tiling(64, 2, CODES, 32), 64, 2, CODES, size=32, near=True),
     "values in order": hopper(tiling(64, 1, VALUES), 64, 1, VALUES, ordered=True),
     "rotated in order, 128 wide": hopper(tiling(128, 1, ROTATED), 128, 1, ROTATED, ordered=True),
-    "values in order, few": hopper(few_tiling(64, 64, k=8192), 64, 1, VALUES, ordered=True),
+    "values in order, few": hopper(few_tiling(64, 64, rows=16, k=8192), 64, 1, VALUES, ordered=True),
     "values in order, dense": hopper(tiling(64, 3, VALUES), 64, 3, VALUES, ordered=True),
 }
 

@@ -184,15 +184,16 @@ def few_columns(tiles: int, blocked: bool, codes_of_two: bool, ordered: bool = F
     return 64 if codes_of_two or ordered or (blocked and tiles >= 32) else 32
 
 
-_EARLY = 4096
-"""K up to which the product behind few values may take its place, and read its weights, before the kernel before them
-has ended. It gains 0.3 to 1.2 us there (docs/notes.md); with more programs than a few, which its places lack, it
-loses."""
+_EARLY = (16, 4096)
+"""Rows and values of a row up to which the product behind few values may take its place, and read its weights, before
+the kernel before them has ended. It gains 0.3 to 1.2 us there (docs/notes.md); with more programs than a few, which its
+places lack, it loses."""
 
 
-def few_tiling(width: int, columns: int, k: int) -> Tiling:
-    """k: values of a row of x."""
-    return Tiling(64, 0, 4, 4, parts=width // columns, pdl=True, early=k <= _EARLY)
+def few_tiling(width: int, columns: int, rows: int, k: int) -> Tiling:
+    """For x (rows, k)."""
+    early = rows <= _EARLY[0] and k <= _EARLY[1]
+    return Tiling(64, 0, 4, 4, parts=width // columns, pdl=True, early=early)
 
 
 def tiling(width: int, pieces: int, output: int, size: int | None = None) -> Tiling:
@@ -321,7 +322,7 @@ def _make_launch(task: Task, pieces: Pieces) -> _Launch:
     near = of_two and task.group == 16
     count, width = operand.shape[0], operand.shape[2]
     units, per_row = x.numel() // width, x.shape[1] // width
-    cut = few_tiling(width, min(width, columns), x.shape[1]) if few else tiling(width, count, task.output, pieces.size)
+    cut = few_tiling(width, min(width, columns), *x.shape) if few else tiling(width, count, task.output, pieces.size)
     if not few and not pieces.ready:
         cut = replace(cut, pdl=False)
     half = x.dtype == torch.float16
