@@ -223,7 +223,9 @@ def test_the_grid_for_many_tokens_keeps_the_parts(n: int, k: int, m: int) -> Non
     cuts = tune.many_grid(m, n, k, 132)
     assert cuts[0] == gpu_matmul_many.cut(m, n, k, 132, False)
     assert len(cuts) == len(set(cuts)) <= 16
-    assert (len(cuts) == 1) == (cuts[0].rounds > 0), "other tiles would be added in parts"
+    assert not cuts[0].rounds or len(cuts) == 1, "other tiles would be added in parts"
+    assert len(cuts) > 1 or cuts[0].rounds or cuts[0].split > 1, "whole tiles of any size have room"
+    assert all(cut.programs == 1 or cut.tokens <= 64 for cut in cuts), "registers hold no more"
     for cut in cuts:
         assert (cut.split, cut.inside, cut.natural) == (cuts[0].split, 1, cuts[0].natural)
         assert gpu_matmul_many.has_room(cut, m, n, 132)

@@ -15,8 +15,8 @@ units (gpu_product.py), and that a layer then holds alone (stored_weight.py); el
 multiplied by the library. `auto` takes fragments on a GPU of capability 9.0, where their tests were run (NVIDIA H200,
 Triton 3.6), and decodes on others, where they were not.
 fp32 input, and fp16 with MXFP4, has no kernel for fragments and decodes them at every call: ask for "decoded" there.
-Siblings that read the same input are one product (fused.py). Batch-invariant layers have a cut of their own, the same
-for every number of rows: see gpu_product.py.
+Siblings that read the same input are one product (fused.py), until there are so many rows that each fills the GPU by
+itself. Batch-invariant layers have a cut of their own, the same for every number of rows: see gpu_product.py.
 
 Wider Hadamard matrices turn bf16 and fp16 in one pass on GPUs of capability 9.0 (gpu_wide.py), elsewhere and in fp32
 any_torch turns by them, in float64 by their factors.
