@@ -56,7 +56,7 @@ def few_grid(m: int, n: int, k: int, count: int, capability: tuple[int, int]) ->
     """The formula's cut, and others with its order of sums that shared memory has room for."""
     first = gpu_matmul.cut_of(n, k, m, count, capability)
     made = [first]
-    kib = gpu_matmul._shared_kib(capability)
+    kib = gpu_matmul.shared_kib(capability)
     for programs in (1, 2, 3, 4):
         for stages in (1, 2, 3, 4):
             for slots in (1, 2, 4, 8):
@@ -94,9 +94,7 @@ def fastest(
     want, alike = result(cuts[0]), cuts[:1]
     for cut in cuts[1:]:
         try:
-            with contextlib.redirect_stdout(io.StringIO()):
-                made = result(cut)
-            if torch.equal(made, want):
+            if torch.equal(result(cut), want):
                 alike.append(cut)
         except Exception as error:
             print(f"  {cut}: {str(error).splitlines()[0] if str(error) else type(error).__name__}", flush=True)
@@ -131,7 +129,9 @@ class Case:
         return out
 
     def result(self, cut: Any) -> torch.Tensor:
-        return self.product(cut, self.weights[0])
+        # Triton prints the whole program, and raises, where the assembler finds no registers for a cut.
+        with contextlib.redirect_stdout(io.StringIO()):
+            return self.product(cut, self.weights[0])
 
     def times(self, cuts: list[Any]) -> list[float]:
         """Microseconds of each."""
@@ -169,8 +169,7 @@ def _compile(job: tuple[int, int, int, list[Any]]) -> None:
     (m, n, k, cuts), device = job, torch.device("cuda", torch.cuda.current_device())
     case = Case(m, n, k, device, copies=1)
     for cut in cuts:
-        # Triton prints the whole program, and raises, where the assembler finds no registers for a cut.
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(Exception):
+        with contextlib.suppress(Exception):
             case.result(cut)
 
 

@@ -210,7 +210,7 @@ def test_the_grid_for_few_tokens_keeps_the_order_of_sums(n: int, k: int, capabil
         first = cuts[0]
         assert first == gpu_matmul.cut_of(n, k, m, 132, capability)
         assert 2 < len(cuts) == len(set(cuts)) <= 128
-        kib = gpu_matmul._shared_kib(capability)
+        kib = gpu_matmul.shared_kib(capability)
         for cut in cuts:
             assert (cut.num_warps, cut.split, cut.chunks) == (first.num_warps, first.split, first.chunks)
             assert cut.programs * (gpu_matmul.shared_bytes(cut, n, m, 132) + 1024) <= kib * 1024

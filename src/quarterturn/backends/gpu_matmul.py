@@ -99,7 +99,7 @@ def cut_of(n: int, k: int, m: int, count: int, capability: tuple[int, int]) -> C
     Measured on an H200 (docs/notes.md); elsewhere the same, as far as shared memory reaches.
     """
     chunks, tiles, hopper = -(-k // 256), -(-n // ROWS), capability >= (9, 0)
-    shared = _shared_kib(capability)
+    shared = shared_kib(capability)
     if m <= 8:
         if chunks > 16:
             split = -(-chunks // 32)
@@ -128,7 +128,7 @@ _SHARED = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227, (1
 _SHARED_ELSEWHERE = 99
 
 
-def _shared_kib(capability: tuple[int, int]) -> int:
+def shared_kib(capability: tuple[int, int]) -> int:
     return _SHARED.get(capability, _SHARED_ELSEWHERE)
 
 
@@ -237,7 +237,7 @@ def _alone(programs: int, capability: tuple[int, int]) -> int:
     Where launches overlap, programs of the one behind would take the places that are left, two on one multiprocessor
     and none where the rotation before them still runs: the slowest has twice the work.
     """
-    return (_shared_kib(capability) + 1) * 1024 // (programs + 1) - 1024 + 128
+    return (shared_kib(capability) + 1) * 1024 // (programs + 1) - 1024 + 128
 
 
 @lru_cache(maxsize=512)
@@ -260,7 +260,7 @@ def launcher(config: Config) -> Callable[..., None]:
     num_warps, _, shared = compiled.packed_metadata
     if config.after:
         shared = max(shared, _alone(config.cut.programs, gpu_device.capability(config.device)))
-    gpu_device.share_all_memory(function, 1024 * _shared_kib(gpu_device.capability(config.device)))
+    gpu_device.share_all_memory(function, 1024 * shared_kib(gpu_device.capability(config.device)))
     # The kernel is one of a single program; launched as clusters of `split`, whose size the launcher takes from here.
     cluster, across = (config.cut.split, 1) if config.cut.cluster else (1, config.cut.split)
     metadata = (num_warps, cluster, shared)

@@ -103,8 +103,8 @@ def fills(device: torch.device, m: int, n: int) -> bool:
 
 _ROUNDS = 4
 _TILE = 128 * 256
-_FILLED = 1 << 22
-"""No GPU of 32 multiprocessors or more is filled by less: looked at first, since few rows count microseconds."""
+_FILLED = 32 * _ROUNDS * _TILE
+"""Less fills no GPU of 32 multiprocessors or more: looked at first, since few rows count microseconds."""
 
 
 def matmul(
